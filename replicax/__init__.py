@@ -1,0 +1,1 @@
+"""Replicax brings ``tf.distribute`` to JAX."""

@@ -1,0 +1,68 @@
+"""Every error that Replicax raises on purpose, in one tree.
+
+::
+
+    ReplicaxError
+    ├── ContextError (RuntimeError)            called in the wrong place
+    ├── DeviceError (ValueError)               a device that cannot be used as asked
+    ├── PerReplicaError (ValueError)           many values where one was wanted
+    ├── ReplicaDivergenceError (ValueError)    replicas would silently drift apart
+    ├── DivergentCollectiveError (RuntimeError)  a collective some replicas would skip
+    ├── StaticArgumentError (TypeError)        an argument that cannot enter a step
+    └── UnevenBatchError (ValueError)          a batch that does not divide over replicas
+
+Plain bad arguments (a wrong type, an unknown name, an axis out of range) raise the
+builtin ``TypeError`` and ``ValueError``. Every class above also derives from the
+builtin named beside it, so that code which catches the builtin keeps working.
+"""
+
+
+class ReplicaxError(Exception):
+    """Base class of all errors that Replicax defines."""
+
+
+class ContextError(ReplicaxError, RuntimeError):
+    """A call was made in the wrong context.
+
+    For example ``strategy.run`` inside a replica's step, or ``all_reduce`` outside of
+    one. The message says where the call was made and which call belongs there.
+    """
+
+
+class DeviceError(ReplicaxError, ValueError):
+    """A device is unknown, repeated, remote, or asked for too late."""
+
+
+class PerReplicaError(ReplicaxError, ValueError):
+    """A per-replica value was used where exactly one value is needed.
+
+    Raised, for example, by ``float(loss)`` when the replicas hold different losses:
+    Replicax never picks the first one silently.
+    """
+
+
+class ReplicaDivergenceError(ReplicaxError, ValueError):
+    """A value that must stay equal on all replicas would differ between them.
+
+    The message names each leaf and the line of the step that makes it differ.
+    Whatever was passed to the refused run is left as it was.
+    """
+
+
+class DivergentCollectiveError(ReplicaxError, RuntimeError):
+    """A collective stands where only some replicas would reach it.
+
+    A ``lax.cond`` or ``lax.while_loop`` whose predicate differs between replicas must
+    not contain a collective: the replicas that skip it leave the others waiting.
+    """
+
+
+class StaticArgumentError(ReplicaxError, TypeError):
+    """An argument of ``run`` is neither an array nor usable as a static value."""
+
+
+class UnevenBatchError(ReplicaxError, ValueError):
+    """A batch cannot be divided evenly over the replicas.
+
+    The message states the batch, the replicas and the remedies.
+    """

@@ -1,0 +1,303 @@
+"""The values that strategies hand out: one per replica, or one for all.
+
+A value that is equal on all replicas is a plain ``jax.Array``. A value that may differ
+is a :class:`PerReplica`. How replicas are combined is named by :class:`ReduceOp`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import PerReplicaError
+
+
+class ReduceOp(enum.Enum):
+    """How the values of several replicas become one: ``SUM`` or ``MEAN``.
+
+    Wherever an op is wanted, its name is accepted too, in any case.
+
+    Example:
+      >>> import replicax as rx
+      >>> rx.ReduceOp("SUM")
+      <ReduceOp.SUM: 'SUM'>
+      >>> rx.ReduceOp.of("mean")
+      <ReduceOp.MEAN: 'MEAN'>
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, op: ReduceOp | str) -> ReduceOp:
+        """Returns ``op`` as a member.
+
+        Args:
+          op: A member, or its name in any case.
+
+        Returns:
+          The member.
+
+        Raises:
+          ValueError: The name is unknown.
+          TypeError: ``op`` is neither a member nor a string.
+        """
+        if isinstance(op, cls):
+            return op
+        if isinstance(op, str):
+            try:
+                return cls[op.upper()]
+            except KeyError:
+                raise ValueError(
+                    f"{op!r} is not a ReduceOp. Use one of "
+                    f"{', '.join(repr(m.name) for m in cls)}."
+                ) from None
+        raise TypeError(f"Expected a ReduceOp or its name. Got {op!r}.")
+
+
+class DistributedValues:
+    """Base class of values that hold one component per replica."""
+
+    __slots__ = ()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerReplica(DistributedValues):
+    """One value per replica.
+
+    Usually made by a strategy: by ``run`` for outputs that differ between replicas, by
+    a distributed dataset, or by ``experimental_distribute_values_from_function``. It
+    then holds a single array of shape ``[num_replicas, ...]``, laid out with one row
+    on each replica's device. It is a pytree node, so it travels through ``jax.jit`` and
+    ``jax.tree.map``.
+
+    Components may also be given by hand. They may then have unequal shapes: ``reduce``,
+    ``gather`` and ``experimental_local_results`` accept such values, ``run`` does not.
+
+    Args:
+      values: One component per replica, in the order of replica ids.
+
+    Raises:
+      ValueError: ``values`` is empty.
+
+    Example:
+      >>> import replicax as rx
+      >>> v = rx.PerReplica([1.0, 2.0])
+      >>> v.values
+      (1.0, 2.0)
+      >>> v.num_replicas
+      2
+    """
+
+    __slots__ = ("__weakref__", "_array", "_parts", "is_data")
+
+    def __init__(self, values: Sequence[Any]):
+        if len(values) == 0:
+            raise ValueError("PerReplica needs at least one component. Got none.")
+        self._array: Any = None
+        self._parts: tuple[Any, ...] | None = tuple(values)
+        self.is_data = False
+
+    @classmethod
+    def from_array(cls, array: Any) -> PerReplica:
+        """Wraps an array of shape ``[num_replicas, ...]``, one row per replica.
+
+        Args:
+          array: The stacked array. It is not copied, moved or checked.
+
+        Returns:
+          The per-replica value whose component ``r`` is ``array[r]``.
+        """
+        self = object.__new__(cls)
+        self._array = array
+        self._parts = None
+        self.is_data = False
+        return self
+
+    # -- what it holds ---------------------------------------------------------------
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one array holds all components (equal shapes, on their devices)."""
+        return self._parts is None or self._array is not None
+
+    @property
+    def array(self) -> jax.Array:
+        """The stacked array, shape ``[num_replicas, ...]``.
+
+        Raises:
+          PerReplicaError: The components were given by hand and never placed.
+        """
+        if self._array is None:
+            raise PerReplicaError(
+                "This PerReplica was made from separate components and has no stacked "
+                "array. Use `.values`."
+            )
+        return self._array
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that it holds a component for."""
+        return len(self._parts) if self._array is None else self._array.shape[0]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """This process's components, of the per-replica shape, in replica order."""
+        if self._parts is None:
+            self._parts = _rows(self._array)
+        return self._parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one component.
+
+        Raises:
+          PerReplicaError: The components have unequal shapes.
+        """
+        return self._common(np.shape, "shape", lambda a: tuple(a.shape[1:]))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the components.
+
+        Raises:
+          PerReplicaError: The components have unequal dtypes.
+        """
+        return self._common(jax.dtypes.result_type, "dtype", lambda a: a.dtype)
+
+    def _common(
+        self,
+        of_part: Callable[[Any], Any],
+        what: str,
+        of_array: Callable[[Any], Any],
+    ) -> Any:
+        if self._array is not None:
+            return of_array(self._array)
+        found = [of_part(v) for v in self.values]
+        if any(f != found[0] for f in found):
+            raise PerReplicaError(
+                f"The components have unequal {what}s: {', '.join(map(str, found))}."
+            )
+        return found[0]
+
+    # -- as one value ----------------------------------------------------------------
+
+    def _only(self, wanted: str) -> Any:
+        if self.num_replicas == 1:
+            return self.values[0]
+        raise PerReplicaError(
+            f"Cannot convert a PerReplica of {self.num_replicas} replicas to {wanted}: "
+            "its replicas hold different values and none of them stands for all. "
+            "Use `strategy.reduce('mean', value)` to combine them, "
+            "`strategy.gather(value, axis=0)` to put them in one array, or "
+            "`strategy.experimental_local_results(value)` to look at each."
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._only("a numpy array"), dtype=dtype, copy=copy)
+
+    def __jax_array__(self) -> jax.Array:
+        return jax.numpy.asarray(self._only("a jax array"))
+
+    def __float__(self) -> float:
+        return float(self._only("a float"))
+
+    def __int__(self) -> int:
+        return int(self._only("an int"))
+
+    def __complex__(self) -> complex:
+        return complex(self._only("a complex number"))
+
+    def __bool__(self) -> bool:
+        return bool(self._only("a bool"))
+
+    def __index__(self) -> int:
+        return self._only("an index").__index__()
+
+    def item(self) -> Any:
+        """The one component as a Python scalar.
+
+        Raises:
+          PerReplicaError: There are several replicas.
+        """
+        return self._only("a Python scalar").item()
+
+    def __format__(self, spec: str) -> str:
+        return str(self) if not spec else format(self._only("text"), spec)
+
+    def __repr__(self) -> str:
+        rows = ",\n".join(f"  {i}: {v}" for i, v in enumerate(self.values))
+        return f"PerReplica:{{\n{rows}\n}}"
+
+    # -- as a pytree -----------------------------------------------------------------
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], bool]:
+        if self._array is not None:
+            return (self._array,), True
+        return self._parts or (), False
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], bool]:
+        children, stacked = self.tree_flatten()
+        keys = (
+            [jax.tree_util.GetAttrKey("array")]
+            if stacked
+            else [jax.tree_util.SequenceKey(i) for i in range(len(children))]
+        )
+        return list(zip(keys, children, strict=True)), stacked
+
+    @classmethod
+    def tree_unflatten(cls, stacked: bool, children: Sequence[Any]) -> PerReplica:
+        if stacked:
+            return cls.from_array(children[0])
+        self = cls.from_array(None)
+        self._parts = tuple(children)
+        return self
+
+
+def _rows(array: Any) -> tuple[Any, ...]:
+    """The rows of a stacked array, each on the device that already holds it."""
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
+        if all(s.data.shape[0] == 1 for s in shards) and len(
+            {s.index[0].start for s in shards}
+        ) == len(shards):
+            return tuple(s.data.reshape(array.shape[1:]) for s in shards)
+    return tuple(array[i] for i in range(array.shape[0]))
+
+
+class ValueContext:
+    """What a ``value_fn`` is told about the replica that it makes a value for.
+
+    Args:
+      replica_id_in_sync_group: The replica's id, ``0`` to
+        ``num_replicas_in_sync - 1``.
+      num_replicas_in_sync: The number of replicas.
+    """
+
+    __slots__ = ("_num_replicas", "_replica_id")
+
+    def __init__(
+        self, replica_id_in_sync_group: int = 0, num_replicas_in_sync: int = 1
+    ):
+        self._replica_id = replica_id_in_sync_group
+        self._num_replicas = num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The replica's id."""
+        return self._replica_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return self._num_replicas
+
+    def __repr__(self) -> str:
+        return (
+            f"ValueContext(replica id {self._replica_id}, "
+            f"total replicas in sync: {self._num_replicas})"
+        )
