@@ -1,0 +1,24 @@
+"""How input batches reach the replicas.
+
+Batches of in-memory arrays come from :func:`from_arrays`; any iterable of global
+batches will do as well. ``strategy.experimental_distribute_dataset`` turns either into
+a :class:`DistributedDataset`.
+"""
+
+from .arrays import ArrayDataset as ArrayDataset
+from .arrays import from_arrays as from_arrays
+from .distributed import DistributedDataset as DistributedDataset
+from .distributed import DistributedIterator as DistributedIterator
+from .options import InputOptions as InputOptions
+from .sources import INFINITE_CARDINALITY as INFINITE_CARDINALITY
+from .sources import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
+
+__all__ = [
+    "INFINITE_CARDINALITY",
+    "UNKNOWN_CARDINALITY",
+    "ArrayDataset",
+    "DistributedDataset",
+    "DistributedIterator",
+    "InputOptions",
+    "from_arrays",
+]

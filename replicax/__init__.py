@@ -1,1 +1,91 @@
-"""Replicax brings ``tf.distribute`` to JAX."""
+"""Replicax brings ``tf.distribute`` to JAX.
+
+Write one replica's step, pick a strategy, and run it on every device::
+
+    import replicax as rx
+
+    strategy = rx.MirroredStrategy()
+    outputs = strategy.run(step, args=(state, batch))
+"""
+
+from importlib.metadata import version as _version
+
+from replicax.errors import (
+    ContextError,
+    DeviceError,
+    DivergentCollectiveError,
+    PerReplicaError,
+    ReplicaDivergenceError,
+    ReplicaxError,
+    StaticArgumentError,
+    UnevenBatchError,
+)
+from replicax.values import DistributedValues, PerReplica, ReduceOp, ValueContext
+
+from . import datasets
+from .datasets.distributed import DistributedDataset, DistributedIterator
+from .datasets.options import InputOptions
+from .strategies.assertion import assert_mirrored
+from .strategies.context import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from .strategies.cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from .strategies.devices import set_virtual_devices
+from .strategies.extended import StrategyExtended
+from .strategies.mirrored import MirroredStrategy
+from .strategies.one_device import OneDeviceStrategy
+from .strategies.options import RunOptions
+from .strategies.replica_context import ReplicaContext
+from .strategies.strategy import Strategy
+
+__version__ = _version("replicax")
+
+__all__ = [
+    "ContextError",
+    "CrossDeviceOps",
+    "DeviceError",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "DivergentCollectiveError",
+    "HierarchicalCopyAllReduce",
+    "InputOptions",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "PerReplicaError",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "ReplicaDivergenceError",
+    "ReplicaxError",
+    "RunOptions",
+    "StaticArgumentError",
+    "Strategy",
+    "StrategyExtended",
+    "UnevenBatchError",
+    "ValueContext",
+    "assert_mirrored",
+    "datasets",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "set_virtual_devices",
+]
+
+# Errors, reprs and pickles show the public path of a name, not the file it lives in.
+for _name in __all__:
+    if _name != "datasets":
+        globals()[_name].__module__ = "replicax"

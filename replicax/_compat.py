@@ -6,9 +6,20 @@ every one of them, run on the oldest and the newest JAX that Replicax supports.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
 import jax
-import jax.extend.core
+import jax.ref
 from jax._src import core as _core
+from jax._src.state.types import RefEffect as _RefEffect
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 
 def is_tracing() -> bool:
@@ -17,3 +28,248 @@ def is_tracing() -> bool:
     Stands on the private ``jax._src.core.trace_state_clean``.
     """
     return not _core.trace_state_clean()
+
+
+def active_mesh_is_foreign(mesh: jax.sharding.Mesh) -> bool:
+    """Whether the caller has set a mesh (``jax.set_mesh``) other than ``mesh``."""
+    active = jax.sharding.get_abstract_mesh()
+    return not active.empty and active != mesh.abstract_mesh
+
+
+def own_mesh(mesh: jax.sharding.Mesh) -> Any:
+    """Makes ``mesh`` the active one while a program of ours is traced and called."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+# -- captured arrays -----------------------------------------------------------------
+
+
+class _Hook(threading.local):
+    active = False
+
+
+_hook = _Hook()
+_hook_installed = False
+_install_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def captured_arrays_as_constants() -> Iterator[None]:
+    """Lets a ``shard_map`` body index arrays that it captures from the mesh.
+
+    JAX gives a captured array a type that carries its own mesh, which then clashes
+    with the mesh context of the body in ``x[0]``, ``jnp.where`` and the like. While
+    this is entered, this thread sees captured arrays as types without a mesh.
+
+    Stands on the private table ``jax._src.core.pytype_aval_mappings``. If that is
+    gone, nothing is changed, and such operations raise JAX's own error.
+    """
+    _install_hook()
+    before, _hook.active = _hook.active, True
+    try:
+        yield
+    finally:
+        _hook.active = before
+
+
+def _install_hook() -> None:
+    global _hook_installed
+    with _install_lock:
+        if _hook_installed:
+            return
+        _hook_installed = True
+        table = getattr(_core, "pytype_aval_mappings", None)
+        array_type = type(jax.numpy.zeros(()))
+        original = table.get(array_type) if table is not None else None
+        if table is None or original is None:
+            return
+
+        def type_of_array(x: Any) -> Any:
+            aval = original(x)
+            if _hook.active:
+                return jax.core.ShapedArray(
+                    aval.shape, aval.dtype, weak_type=aval.weak_type
+                )
+            return aval
+
+        table[array_type] = type_of_array
+
+
+# -- jaxprs --------------------------------------------------------------------------
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Whether ``x`` is a jaxpr, open or closed."""
+    return isinstance(getattr(x, "jaxpr", x), Jaxpr)
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The jaxpr itself, without the values of its constants.
+
+    ``jax.make_jaxpr`` returns a ``ClosedJaxpr`` up to jax 0.10 and a ``Jaxpr``, which
+    is its own ``.jaxpr``, in later versions.
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def sub_jaxprs(params: Mapping[str, Any]) -> list[Jaxpr]:
+    """The jaxprs among an equation's parameters, also those inside of tuples."""
+    found: list[Jaxpr] = []
+    _collect_jaxprs(params.values(), found)
+    return found
+
+
+def _collect_jaxprs(values: Iterable[Any], found: list[Jaxpr]) -> None:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            _collect_jaxprs(value, found)
+        elif is_jaxpr(value):
+            found.append(open_jaxpr(value))
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a ``scan`` are constants, and how many are carries.
+
+    Stands on the parameters ``num_consts`` and ``num_carry`` up to jax 0.10, and on
+    the tree of operands ``ft_in`` in later versions.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carries, _ = params["ft_in"].unpack()
+    return len(list(constants)), len(list(carries))
+
+
+def is_ref(variable: Any) -> bool:
+    """Whether a variable of a jaxpr holds a mutable reference (``jax.new_ref``)."""
+    return isinstance(variable.aval, jax.ref.AbstractRef)
+
+
+def is_plain(eqn: JaxprEqn) -> bool:
+    """Whether an equation has no effect, no inner jaxpr and no axis name.
+
+    True for most equations, and quickly decided; where false, look closer.
+    """
+    return not eqn.effects and all(
+        isinstance(v, _INERT) or (type(v) is tuple and all(type(i) is int for i in v))
+        for v in eqn.params.values()
+    )
+
+
+_INERT = (type(None), int, float, jax.numpy.dtype, jax.sharding.Sharding)
+
+
+def names_axis(eqn: JaxprEqn, axis_name: str) -> bool:
+    """Whether an equation mentions a mesh axis, in its effects or its parameters.
+
+    Both are read, because ``ppermute`` carries no effect. Stands on the private
+    ``jax._src.core.NamedAxisEffect``.
+    """
+    for effect in eqn.effects:
+        if isinstance(effect, _core.NamedAxisEffect) and effect.name == axis_name:
+            return True
+    for key, value in eqn.params.items():
+        if isinstance(value, str):
+            if value == axis_name and key != "name":
+                return True
+        elif isinstance(value, (tuple, list, set, frozenset)) and any(
+            isinstance(v, str) and v == axis_name for v in value
+        ):
+            return True
+    return False
+
+
+def has_hidden_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than compute, use a ref, or use a mesh axis.
+
+    Stands on the private effect classes of ``jax._src.core`` and
+    ``jax._src.state.types``.
+    """
+    return any(not isinstance(effect, _PLAIN_EFFECTS) for effect in eqn.effects)
+
+
+_PLAIN_EFFECTS = (_core.NamedAxisEffect, _core.InternalMutableArrayEffect, _RefEffect)
+
+
+def is_jax_primitive(primitive: Primitive) -> bool:
+    """Whether JAX itself defines a primitive, so that its name says what it does.
+
+    A primitive is JAX's own if one of JAX's loaded modules holds it.
+    """
+    if primitive not in _jax_primitives:
+        _jax_primitives.update(
+            value
+            for name, module in list(sys.modules.items())
+            if name.split(".", 1)[0] == "jax"
+            for value in list(vars(module).values())
+            if isinstance(value, Primitive)
+        )
+    return primitive in _jax_primitives
+
+
+_jax_primitives: set[Primitive] = set()
+
+
+# -- where an equation comes from ----------------------------------------------------
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    """The transformations and scopes that an equation was traced under.
+
+    Equations of a backward pass have ``transpose(`` in it. Stands on the private
+    ``source_info.name_stack``.
+    """
+    return str(eqn.source_info.name_stack)
+
+
+def frames(eqn: JaxprEqn) -> list[tuple[str, int, str]]:
+    """The calls that made an equation, innermost first: file, line, function.
+
+    An equation of an inner jaxpr (of a scan's body, say) has the frames inside of
+    that body only. Stands on the private ``source_info.traceback``.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return []
+    return [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
+
+
+def is_gradient_call(file: str, function: str) -> bool:
+    """Whether a frame is JAX's entry into differentiation (``grad``, ``vjp``, ...).
+
+    Stands on the names of the functions in ``jax/_src/api.py``.
+    """
+    return file.endswith(_API_FILE) and function.startswith(
+        ("grad", "value_and_grad", "vjp", "jacrev", "linear_transpose")
+    )
+
+
+_API_FILE = os.path.join("jax", "_src", "api.py")
+
+
+@functools.cache
+def is_library_file(file: str) -> bool:
+    """Whether a source file belongs to a library, and not to the user's program."""
+    if file.startswith("<frozen "):
+        return True
+    path = os.path.abspath(file)
+    if path.startswith(_library_folders()):
+        return True
+    installed = "site-packages" in path or "dist-packages" in path
+    return not installed and path.startswith(os.path.dirname(os.__file__) + os.sep)
+
+
+_LIBRARIES = (
+    *("jax", "jaxlib", "flax", "optax", "chex", "numpy"),
+    *("replicax", "replicax.strategies", "replicax.datasets"),
+)
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    """The folders of JAX, Flax, Optax and Replicax."""
+    folders: list[str] = []
+    for name in _LIBRARIES:
+        with contextlib.suppress(ImportError):
+            spec = importlib.util.find_spec(name)
+            folders += list(spec.submodule_search_locations or ()) if spec else []
+    return tuple(os.path.join(os.path.abspath(f), "") for f in folders)

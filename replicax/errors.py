@@ -7,9 +7,9 @@
     ├── DeviceError (ValueError)               a device that cannot be used as asked
     ├── PerReplicaError (ValueError)           many values where one was wanted
     ├── ReplicaDivergenceError (ValueError)    replicas would silently drift apart
-    ├── DivergentCollectiveError (RuntimeError)  a collective some replicas would skip
+    ├── DivergentCollectiveError (RuntimeError)  a collective some would skip
     ├── StaticArgumentError (TypeError)        an argument that cannot enter a step
-    └── UnevenBatchError (ValueError)          a batch that does not divide over replicas
+    └── UnevenBatchError (ValueError)          a batch that does not divide
 
 Plain bad arguments (a wrong type, an unknown name, an axis out of range) raise the
 builtin ``TypeError`` and ``ValueError``. Every class above also derives from the

@@ -236,11 +236,13 @@ class PerReplica(DistributedValues):
     # -- as a pytree -----------------------------------------------------------------
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], bool]:
+        """Flattens to the stacked array, or to components given by hand."""
         if self._array is not None:
             return (self._array,), True
         return self._parts or (), False
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], bool]:
+        """Flattens with the names of the children."""
         children, stacked = self.tree_flatten()
         keys = (
             [jax.tree_util.GetAttrKey("array")]
@@ -251,6 +253,7 @@ class PerReplica(DistributedValues):
 
     @classmethod
     def tree_unflatten(cls, stacked: bool, children: Sequence[Any]) -> PerReplica:
+        """Rebuilds the value around other children."""
         if stacked:
             return cls.from_array(children[0])
         self = cls.from_array(None)

@@ -1,0 +1,4 @@
+"""Strategies: scope, run, values, collectives.
+
+Everything public is reachable from :mod:`replicax` itself.
+"""

@@ -1,0 +1,77 @@
+"""Runs all benchmarks, one process each, and prints one table of ratios and bars."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from _harness import Check, print_checks
+
+HERE = Path(__file__).parent
+PROGRAMS = [
+    ["import_time.py"],
+    ["run_overhead.py", "--devices", "2"],
+    ["train_mlp.py", "--devices", "2"],
+    ["train_mlp.py", "--devices", "8"],
+    ["train_convnet.py", "--devices", "2"],
+    ["train_convnet.py", "--devices", "2", "--max-pool"],
+    ["many_launches.py"],
+]
+
+
+def run_program(command: list[str], options: argparse.Namespace) -> dict | None:
+    """Runs one benchmark; returns its JSON, or None if it failed."""
+    command = [sys.executable, str(HERE / command[0]), *command[1:]]
+    if not options.full:
+        command.append("--quick")
+    if "train_mlp.py" in command[1]:
+        command += ["--peer-python", options.peer_python]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        done = subprocess.run([*command, "--json", str(result)], check=False)
+        if done.returncode:
+            print(f"{' '.join(command)} failed with {done.returncode}.")
+            return None
+        return json.loads(result.read_text())
+
+
+def main() -> int:
+    """Runs the benchmarks and prints the summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--full", action="store_true", help="long slices, for figures to keep"
+    )
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        help="an interpreter that has TensorFlow (default: this one)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a bar is missed"
+    )
+    options = parser.parse_args()
+    start = time.perf_counter()
+    reports = [run_program(command, options) for command in PROGRAMS]
+    whole = [report for report in reports if report is not None]
+    checks = []
+    for report in whole:
+        for fields in report["checks"]:
+            fields = {k: v for k, v in fields.items() if k != "met"}
+            checks.append(Check(**fields))
+    minutes = (time.perf_counter() - start) / 60
+    print_checks(f"Summary ({minutes:.1f} minutes)", checks)
+    if options.json:
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    failed = len(whole) < len(PROGRAMS)
+    missed = any(check.met is False for check in checks)
+    return int(failed or (options.check and missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Batches whose rows do not divide by the number of replicas.
+
+Pure functions on host batches; which of them applies is chosen by
+``InputOptions(remainder=...)``. Replica ``r`` of ``N`` receives the ``r``-th of ``N``
+equal, consecutive parts of a batch, so that what the replicas return, gathered in
+replica order, is in the order of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.errors import UnevenBatchError
+
+from .buffers import aligned_empty, with_rows
+
+MASK = "mask"
+
+
+def padded_size(rows: int, num_replicas: int) -> int:
+    """The smallest multiple of ``num_replicas`` that holds ``rows``."""
+    return -(-rows // num_replicas) * num_replicas
+
+
+def pad_batch(batch: Any, rows: int, size: int) -> Any:
+    """Fills a batch up to ``size`` rows and adds the mask that tells rows from filler.
+
+    Args:
+      batch: A dict, or a tuple ``(x, y)``, of arrays of shape ``[rows, ...]``.
+      rows: The rows of the batch.
+      size: The rows wanted, at least ``rows``.
+
+    Returns:
+      A copy with leaves of shape ``[size, ...]`` and the float32 mask of shape
+      ``[size]``: the key ``"mask"`` of a dict, the third entry of a tuple.
+
+    Raises:
+      ValueError: The batch has no place for the mask.
+    """
+    place = _place_of_mask(batch)
+    mask = aligned_empty((size,), np.dtype(np.float32))
+    mask[:rows] = 1.0
+    mask[rows:] = 0.0
+    batch = jax.tree.map(lambda leaf: with_rows(leaf, size), batch)
+    if place == MASK:
+        batch = batch.copy()
+        batch[MASK] = mask
+        return batch
+    return (*batch, mask)
+
+
+def _place_of_mask(batch: Any) -> str | int:
+    if isinstance(batch, dict):
+        if MASK in batch:
+            raise ValueError(
+                f'remainder="pad" adds its mask to a batch as the key {MASK!r}, which '
+                f"this batch already has (keys: {sorted(map(str, batch))}). Rename "
+                "that key."
+            )
+        return MASK
+    if type(batch) is tuple and len(batch) == 2:
+        return 2
+    what = type(batch).__name__
+    if isinstance(batch, tuple | list):
+        what += f" of {len(batch)}"
+    raise ValueError(
+        'remainder="pad" needs a place for its mask: a batch must be a dict (the mask '
+        f"becomes its key {MASK!r}) or a tuple (x, y) (the mask becomes its third "
+        f"entry). Got a {what}."
+    )
+
+
+def uneven_error(rows: int, num_replicas: int, which: str) -> UnevenBatchError:
+    """The error for a batch that does not divide.
+
+    Args:
+      rows: The rows of the batch.
+      num_replicas: The replicas.
+      which: The subject of the message, for example ``"Batch 3"``.
+
+    Returns:
+      The error, to be raised.
+    """
+    amount = "1 row" if rows == 1 else f"{rows} rows"
+    return UnevenBatchError(
+        f"{which} has {amount}, which cannot be divided evenly over {num_replicas} "
+        f"replicas (remainder {rows % num_replicas}). Choose a global batch size that "
+        f"{num_replicas} divides; or "
+        'InputOptions(remainder="drop") to leave out batches that do not divide; or '
+        'InputOptions(remainder="pad") to fill batches up and receive a mask that is 0 '
+        "for the filler."
+    )
+
+
+def check_sizes(
+    sizes: Mapping[int, int], num_replicas: int, remainder: str, full: int | None
+) -> None:
+    """Refuses, before the first batch, what is known not to work.
+
+    Args:
+      sizes: How many batches of how many rows there are, ``{rows: batches}``.
+      num_replicas: The replicas.
+      remainder: The choice of ``InputOptions``.
+      full: The rows of a full batch, if the source has a batch size.
+
+    Raises:
+      UnevenBatchError: With ``"error"``, a batch does not divide; with ``"drop"``, no
+        full batch divides, so that nothing would be left.
+    """
+    uneven = [rows for rows in sizes if rows % num_replicas]
+    if remainder == "error" and uneven:
+        rows = uneven[0]
+        count, total = sizes[rows], sum(sizes.values())
+        which = f"A batch ({count} of {total} in an epoch)"
+        if full is not None and rows != full:
+            which = f"The last batch (of {total})"
+        raise uneven_error(rows, num_replicas, which)
+    if remainder == "drop" and full in uneven:
+        raise UnevenBatchError(
+            f"Batches of {full} rows do not divide by {num_replicas} replicas "
+            f'(remainder {full % num_replicas}), so remainder="drop" would leave out '
+            "every full batch. Choose a global batch size that "
+            f'{num_replicas} divides, or InputOptions(remainder="pad").'
+        )
+
+
+def steps(sizes: Mapping[int, int], num_replicas: int, remainder: str) -> int:
+    """How many of the batches are delivered.
+
+    Args:
+      sizes: How many batches of how many rows there are, ``{rows: batches}``.
+      num_replicas: The replicas.
+      remainder: The choice of ``InputOptions``.
+
+    Returns:
+      The number of steps.
+    """
+    return sum(
+        batches
+        for rows, batches in sizes.items()
+        if remainder != "drop" or rows % num_replicas == 0
+    )

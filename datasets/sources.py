@@ -1,0 +1,138 @@
+"""Whatever a user calls a dataset, seen as batches.
+
+:func:`as_source` is the one place that knows the kinds of datasets. A new kind is a new
+function that returns a :class:`Source`, and a line there.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.values import DistributedValues
+
+from .arrays import ArrayDataset
+from .batches import batch_rows
+
+INFINITE_CARDINALITY = -1
+UNKNOWN_CARDINALITY = -2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Global batches that can be asked for, and what is known of them beforehand.
+
+    Attributes:
+      batches: Starts an iteration over the global batches.
+      peek: Starts an iteration that is only looked at; ``None`` if looking takes.
+      sizes: The batches of one epoch as ``{rows: how many}``, or ``None`` if unknown.
+      num_epochs: The epochs of one iteration, or ``None`` for no end.
+      batch_size: The rows of a full batch, or ``None`` if unknown.
+      private: Whether each batch lies in memory that nobody else writes to.
+    """
+
+    batches: Callable[[], Iterator[Any]]
+    peek: Callable[[], Iterator[Any]] | None
+    sizes: Mapping[int, int] | None = None
+    num_epochs: int | None = 1
+    batch_size: int | None = None
+    private: bool = False
+
+
+def as_source(dataset: Any) -> Source:
+    """Returns ``dataset`` as a :class:`Source`.
+
+    Args:
+      dataset: A batched ``ArrayDataset``, a list of global batches, a function without
+        arguments that returns an iterator of them (a generator function), or any other
+        iterable of global batches. One that can be iterated only once is accepted, and
+        raises when it is iterated again.
+
+    Returns:
+      The source.
+
+    Raises:
+      TypeError: ``dataset`` is arrays rather than batches of them, or not iterable.
+      ValueError: ``dataset`` is an ``ArrayDataset`` without a batch size.
+    """
+    _refuse_bare_arrays(dataset)
+    if isinstance(dataset, ArrayDataset):
+        return _from_array_dataset(dataset)
+    if isinstance(dataset, list):
+        sizes = collections.Counter(batch_rows(batch) for batch in dataset)
+        return Source(
+            batches=lambda: iter(dataset), peek=lambda: iter(dataset), sizes=sizes
+        )
+    if isinstance(dataset, Iterator):
+        return Source(batches=_only_once(dataset), peek=None)
+    if isinstance(dataset, Iterable):
+        return Source(batches=lambda: iter(dataset), peek=lambda: iter(dataset))
+    if callable(dataset):
+        return Source(batches=lambda: _called(dataset), peek=lambda: _called(dataset))
+    raise TypeError(
+        "A dataset must be an iterable of global batches, a generator function, or "
+        f"rx.datasets.from_arrays(...).batch(batch_size). Got {dataset!r}."
+    )
+
+
+def _refuse_bare_arrays(dataset: Any) -> None:
+    bare = (np.ndarray, jax.Array, DistributedValues, Mapping, tuple, str, bytes)
+    if isinstance(dataset, bare):
+        raise TypeError(
+            f"Got a {type(dataset).__name__} where a dataset was wanted: an iterable "
+            "of global batches. For arrays in memory write "
+            "rx.datasets.from_arrays(arrays).batch(batch_size); for batches that exist "
+            "already, pass a list of them."
+        )
+
+
+def _from_array_dataset(dataset: ArrayDataset) -> Source:
+    size = dataset.batch_size
+    if size is None:
+        raise ValueError(
+            f"{dataset!r} yields single rows. Call .batch(batch_size), with the global "
+            "batch size, before distributing it."
+        )
+    full, rest = divmod(dataset.num_rows, size)
+    sizes = {size: full} if full else {}
+    if dataset.batches_per_epoch > full:
+        sizes[rest] = 1
+    return Source(
+        batches=lambda: iter(dataset),
+        peek=lambda: dataset.epoch(0),
+        sizes=sizes,
+        num_epochs=dataset.num_epochs,
+        batch_size=size,
+        private=True,
+    )
+
+
+def _only_once(iterator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
+    taken = iter([iterator])
+
+    def batches() -> Iterator[Any]:
+        for once in taken:
+            return once
+        raise RuntimeError(
+            f"This dataset was made from an iterator ({type(iterator).__name__}), "
+            "which can be iterated only once, and it has been. Pass a list, an object "
+            "whose __iter__ starts anew, or the generator function itself instead of "
+            "its result."
+        )
+
+    return batches
+
+
+def _called(function: Callable[[], Any]) -> Iterator[Any]:
+    made = function()
+    if not isinstance(made, Iterable):
+        raise TypeError(
+            f"{function!r} was called as a generator function and must return an "
+            f"iterable of global batches. Got {made!r}."
+        )
+    return iter(made)

@@ -1,0 +1,208 @@
+"""What replicas do together inside a step: all-reduce, all-gather, reduce-scatter.
+
+These functions are traced once, for every replica at the same time, with the mesh
+axis named. All of them take nested structures.
+
+Dtype rules, the same wherever Replicax reduces:
+
+* ``SUM`` keeps the dtype. Sums of ``bfloat16`` and ``float16`` are made in that dtype
+  unless ``accumulate_dtype`` says otherwise.
+* ``MEAN`` of floats and complex numbers keeps the dtype. ``MEAN`` of integers is a true
+  division: the integers are summed exactly (in at least 32 bits), the result is JAX's
+  default float.
+* ``bool`` has no sum or mean: cast it first.
+
+Their gradients are TF's: the gradient of an all-reduce is the same all-reduce of the
+cotangents, and the gradient of an all-gather is this replica's slice of their sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.values import ReduceOp
+
+
+def check_reducible(dtype: Any, op: ReduceOp) -> None:
+    """Raises if values of ``dtype`` have no sum.
+
+    Raises:
+      TypeError: ``dtype`` is bool, a PRNG key, or not numeric.
+    """
+    if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.number):
+        is_bool = dtype == jnp.bool_
+        hint = " Cast it first, e.g. `x.astype(jnp.int32)`." if is_bool else ""
+        raise TypeError(f"{op.name} needs numbers. Got values of dtype {dtype}.{hint}")
+
+
+def for_sum(x: jax.Array, op: ReduceOp, accumulate_dtype: Any = None) -> jax.Array:
+    """Casts ``x`` to the dtype that its sum is made in.
+
+    Args:
+      x: One replica's value, any shape.
+      op: What the sum is for: a mean of small integers must not overflow.
+      accumulate_dtype: The dtype to sum in, or None for the module's rules.
+
+    Returns:
+      ``x``, perhaps in another dtype.
+
+    Raises:
+      TypeError: The dtype has no sum.
+    """
+    check_reducible(x.dtype, op)
+    if accumulate_dtype is not None:
+        return x.astype(accumulate_dtype)
+    if (
+        op is ReduceOp.MEAN
+        and jnp.issubdtype(x.dtype, jnp.integer)
+        and x.dtype.itemsize < 4
+    ):
+        return x.astype(jnp.int32)
+    return x
+
+
+def after_sum(
+    total: jax.Array, op: ReduceOp, count: Any, dtype: Any, accumulate_dtype: Any = None
+) -> jax.Array:
+    """Turns a sum into the result of ``op``.
+
+    Args:
+      total: The sum.
+      op: ``SUM`` or ``MEAN``.
+      count: What a mean divides by.
+      dtype: The dtype that the values had before :func:`for_sum`.
+      accumulate_dtype: As in :func:`for_sum`; the result returns to ``dtype``.
+
+    Returns:
+      The reduced value.
+    """
+    if op is ReduceOp.MEAN:
+        total = total / count
+    if accumulate_dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+        total = total.astype(dtype)
+    return total
+
+
+def all_reduce(
+    op: ReduceOp | str,
+    value: Any,
+    axis_name: str,
+    num_replicas: int,
+    accumulate_dtype: Any = None,
+) -> Any:
+    """Combines ``value`` over all replicas, element by element.
+
+    Args:
+      op: ``SUM`` or ``MEAN``.
+      value: A nested structure of this replica's values.
+      axis_name: The mesh axis of the replicas.
+      num_replicas: Its size.
+      accumulate_dtype: The dtype to sum in; see the module's dtype rules.
+
+    Returns:
+      The same structure, equal on all replicas.
+
+    Raises:
+      TypeError: A leaf is not numeric.
+    """
+    op = ReduceOp.of(op)
+    leaves, treedef = jax.tree.flatten(value)
+    if not leaves:
+        return value
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    # One psum of all leaves is one equation, which XLA combines as it sees fit.
+    totals = lax.psum([for_sum(a, op, accumulate_dtype) for a in arrays], axis_name)
+    return treedef.unflatten(
+        after_sum(total, op, num_replicas, a.dtype, accumulate_dtype)
+        for total, a in zip(totals, arrays, strict=True)
+    )
+
+
+def all_gather(value: Any, axis: int, axis_name: str) -> Any:
+    """Concatenates ``value`` over replicas along ``axis``, in replica order.
+
+    Args:
+      value: A nested structure of this replica's arrays, rank at least 1.
+      axis: The dimension to concatenate on; negative counts from the end.
+      axis_name: The mesh axis of the replicas.
+
+    Returns:
+      The same structure, equal on all replicas, ``num_replicas`` times longer on
+      ``axis``.
+
+    Raises:
+      ValueError: A leaf has no such dimension.
+    """
+
+    def gather(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return lax.all_gather(
+            x, axis_name, axis=normalize_axis(axis, x.ndim, "all_gather"), tiled=True
+        )
+
+    return jax.tree.map(gather, value)
+
+
+def reduce_scatter(
+    op: ReduceOp | str, value: Any, axis: int, axis_name: str, num_replicas: int
+) -> Any:
+    """Combines ``value`` over replicas and leaves each replica its slice of the result.
+
+    Args:
+      op: ``SUM`` or ``MEAN``.
+      value: A nested structure of this replica's arrays, rank at least 1.
+      axis: The dimension to split; its length must be a multiple of
+        ``num_replicas``. Negative counts from the end.
+      axis_name: The mesh axis of the replicas.
+      num_replicas: Its size.
+
+    Returns:
+      The same structure; slice ``r`` of the reduced value on replica ``r``.
+
+    Raises:
+      ValueError: A leaf has no such dimension or it does not divide evenly.
+      TypeError: A leaf is not numeric.
+    """
+    op = ReduceOp.of(op)
+
+    def scatter(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        dim = normalize_axis(axis, x.ndim, "reduce_scatter")
+        if x.shape[dim] % num_replicas:
+            raise ValueError(
+                f"reduce_scatter splits dimension {dim} over {num_replicas} replicas, "
+                f"so its length must be a multiple of {num_replicas}. Got shape "
+                f"{x.shape}. Pad it, or use all_reduce."
+            )
+        total = lax.psum_scatter(
+            for_sum(x, op), axis_name, scatter_dimension=dim, tiled=True
+        )
+        return after_sum(total, op, num_replicas, x.dtype)
+
+    return jax.tree.map(scatter, value)
+
+
+def normalize_axis(axis: int, ndim: int, call: str) -> int:
+    """Returns ``axis`` counted from the front.
+
+    Raises:
+      ValueError: There is no such dimension, or ``axis`` is not an int.
+    """
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise ValueError(f"{call} needs an int as axis. Got {axis!r}.")
+    axis = axis.__index__()
+    if ndim == 0:
+        raise ValueError(
+            f"{call} needs arrays of at least one dimension. Got a scalar: add one "
+            "with `x[None]`."
+        )
+    if not -ndim <= axis < ndim:
+        raise ValueError(
+            f"{call} got axis {axis} for an array of {ndim} dimensions: it must be "
+            f"in [{-ndim}, {ndim - 1}]."
+        )
+    return axis % ndim

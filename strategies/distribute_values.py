@@ -1,0 +1,71 @@
+"""Making per-replica values, and looking at their components."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from replicax.errors import PerReplicaError
+from replicax.values import PerReplica, ValueContext
+
+from .merge import is_per_replica
+from .placement import as_array, from_components
+
+if TYPE_CHECKING:
+    from .strategy import Strategy
+
+
+def values_from_function(
+    strategy: Strategy, value_fn: Callable[[ValueContext], Any]
+) -> Any:
+    """Calls ``value_fn`` for each replica and puts the values together."""
+    n = strategy.num_replicas_in_sync
+    results = [value_fn(ValueContext(i, n)) for i in range(n)]
+    flattened = [jax.tree.flatten(r) for r in results]
+    treedef = flattened[0][1]
+    for i, (_, other) in enumerate(flattened):
+        if other != treedef:
+            raise PerReplicaError(
+                "value_fn must return the same structure for each replica. Got "
+                f"{treedef} for replica 0 and {other} for replica {i}."
+            )
+    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
+    return treedef.unflatten([_together(strategy, list(parts)) for parts in columns])
+
+
+def _together(strategy: Strategy, parts: list[Any]) -> PerReplica:
+    arrays = [as_array(p) for p in parts]
+    numeric = all(a.dtype.kind not in "OSUmMV" or _is_jax_dtype(a) for a in arrays)
+    if numeric and len({(a.shape, a.dtype) for a in arrays}) == 1:
+        value = PerReplica.from_array(
+            from_components(arrays, strategy.placer.per_replica)
+        )
+    else:
+        value = PerReplica(parts)
+    value.is_data = True
+    return value
+
+
+def _is_jax_dtype(x: Any) -> bool:
+    """Whether JAX knows ``x``'s dtype: bfloat16 and kin look like void to numpy."""
+    return isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, np.number)
+
+
+def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
+    """Returns the components of ``value``, one structure for each replica."""
+    if is_per_replica(value):
+        return value.values
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+    if jax.tree_util.treedef_is_leaf(treedef) or value is None:
+        return (value,)
+    columns = [
+        x.values if is_per_replica(x) else (x,) * strategy.num_replicas_in_sync
+        for x in leaves
+    ]
+    return tuple(
+        treedef.unflatten([column[i] for column in columns])
+        for i in range(strategy.num_replicas_in_sync)
+    )

@@ -1,0 +1,113 @@
+"""When are two functions the same program?
+
+``run`` keeps one compiled program per function. A step that is defined anew in each
+turn of a loop is another object each time, but the same program, as long as its code
+and what it captures are the same. The key made here says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+_BY_VALUE = frozenset({int, bool, str, bytes, type(None), type(Ellipsis)})
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
+_EMPTY_CELL = object()
+
+
+def function_key(fn: Any) -> tuple[Any, list[Any]]:
+    """Describes a callable by its code and what it captures.
+
+    Functions are compared by code object, closure cells and defaults; numbers and
+    strings that they capture by value, everything else by identity; bound methods and
+    ``functools.partial`` by their parts; any other callable by identity.
+
+    Args:
+      fn: The callable.
+
+    Returns:
+      A hashable key, and the objects whose identity it holds. The key means something
+      only while they are alive, because ids are reused.
+    """
+    if type(fn) is types.FunctionType and not (
+        fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__
+    ):  # the usual step, and on the path of every call
+        code, namespace = fn.__code__, fn.__globals__
+        return (id(code), id(namespace)), [code, namespace]
+    references: list[Any] = []
+    return _of(fn, references, ()), references
+
+
+def static_key(values: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Describes static arguments: functions as above, everything else by equality.
+
+    Args:
+      values: Hashable values.
+
+    Returns:
+      A hashable key, and the objects whose identity it holds.
+    """
+    references: list[Any] = []
+    key = tuple(
+        _of(v, references, ()) if type(v) in _FUNCTIONS else (type(v), v)
+        for v in values
+    )
+    return key, references
+
+
+def _of(value: Any, references: list[Any], inside: tuple[int, ...]) -> Any:
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return kind, value
+    if kind is float or kind is complex:
+        return kind, repr(value)  # tells -0.0 from 0.0, and equals itself when NaN
+    if kind is types.FunctionType and id(value) not in inside:
+        return _of_function(value, references, (*inside, id(value)))
+    if kind is types.MethodType:
+        return (
+            _of(value.__func__, references, inside),
+            _of_identity(value.__self__, references),
+        )
+    if kind is functools.partial:
+        return (
+            "partial",
+            _of(value.func, references, inside),
+            tuple(_of(a, references, inside) for a in value.args),
+            tuple((k, _of(a, references, inside)) for k, a in value.keywords.items()),
+        )
+    if kind is tuple:
+        return kind, tuple(_of(v, references, inside) for v in value)
+    return _of_identity(value, references)
+
+
+def _of_function(
+    fn: types.FunctionType, references: list[Any], inside: tuple[int, ...]
+) -> Any:
+    references.append(fn.__code__)
+    references.append(fn.__globals__)
+    key: tuple[Any, ...] = (id(fn.__code__), id(fn.__globals__))
+    if fn.__closure__:
+        key += tuple(
+            _of(_contents(cell), references, inside) for cell in fn.__closure__
+        )
+    if fn.__defaults__:
+        key += tuple(_of(d, references, inside) for d in fn.__defaults__)
+    if fn.__kwdefaults__:
+        key += tuple(
+            (k, _of(d, references, inside)) for k, d in fn.__kwdefaults__.items()
+        )
+    return key
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY_CELL
+
+
+def _of_identity(value: Any, references: list[Any]) -> int:
+    references.append(value)
+    return id(value)

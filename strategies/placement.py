@@ -1,0 +1,224 @@
+"""The one door through which values get onto a strategy's devices.
+
+A mirrored value lies whole on every device (a replicated sharding); a per-replica one
+has a row on each. What already lies so is left alone. What does not is placed once:
+arrays that were placed are remembered weakly, so that parameters which a caller passes
+again and again are sent to the devices a single time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax.errors import PerReplicaError, ReplicaDivergenceError
+from replicax.values import PerReplica
+
+
+class Placer:
+    """Places values on the devices of one mesh.
+
+    Args:
+      mesh: A one-dimensional mesh.
+      axis_name: The name of its axis.
+    """
+
+    def __init__(self, mesh: Mesh, axis_name: str):
+        self.num_replicas = mesh.size
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.per_replica = NamedSharding(mesh, PartitionSpec(axis_name))
+        self._placed: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
+        self._owned: dict[int, weakref.ref[Any]] = {}
+
+    # -- placing ---------------------------------------------------------------------
+
+    def mirrored(self, x: Any) -> jax.Array:
+        """Returns ``x`` as an array that lies whole on every device.
+
+        Args:
+          x: A jax array on any devices, a numpy array or a number.
+
+        Returns:
+          ``x`` itself if it lies so already, else a placed copy. The copy of a jax
+          array is remembered for as long as the original lives; numpy arrays can
+          change and are sent again.
+        """
+        if not isinstance(x, jax.Array):
+            return jax.device_put(_frozen(x), self.replicated)
+        return self._placed_as(x, self.replicated)
+
+    def stacked(self, x: Any) -> jax.Array:
+        """Returns a stacked array with row ``r`` on the device of replica ``r``.
+
+        Args:
+          x: The stacked array, ``[num_replicas, ...]``.
+
+        Raises:
+          PerReplicaError: ``x`` holds another number of replicas.
+        """
+        if np.ndim(x) == 0 or np.shape(x)[0] != self.num_replicas:
+            held = np.shape(x)[0] if np.ndim(x) else "no"
+            raise PerReplicaError(
+                f"The strategy has {self.num_replicas} replicas. Got a PerReplica that "
+                f"holds {held}. Make it with this strategy: by its `run`, its "
+                "distributed datasets, or `experimental_distribute_values_from_"
+                "function`."
+            )
+        if not isinstance(x, jax.Array):
+            return jax.device_put(_frozen(x), self.per_replica)
+        return self._placed_as(x, self.per_replica)
+
+    def _placed_as(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        known = self._placed.get(id(x))
+        if known is not None and known[0]() is x and not known[1].is_deleted():
+            return known[1]
+        placed = jax.device_put(x, sharding)
+        forget = _forget(self._placed, id(x))
+        self._placed[id(x)] = (weakref.ref(x, forget), placed)
+        return placed
+
+    def lies_as(self, x: Any, sharding: NamedSharding) -> bool:
+        """Whether ``x`` is an array that lies as ``sharding`` says already."""
+        return isinstance(x, jax.Array) and (
+            x.sharding is sharding or x.sharding.is_equivalent_to(sharding, x.ndim)
+        )
+
+    # -- donation --------------------------------------------------------------------
+
+    def private_copy(self, x: Any, sharding: NamedSharding) -> jax.Array:
+        """Returns ``x`` placed as ``sharding`` in memory that nobody else holds.
+
+        ``device_put`` may share memory with its source even when told not to, and
+        donating shared memory destroys the source. So copy after placing.
+        """
+        if not isinstance(x, jax.Array):
+            x = _frozen(x)
+        return jax.device_put(x, sharding).copy()
+
+    def owns(self, x: jax.Array) -> bool:
+        """Whether ``x`` came out of a donating run: nothing else shares its memory."""
+        known = self._owned.get(id(x))
+        return known is not None and known() is x
+
+    def own(self, arrays: Iterable[Any]) -> None:
+        """Notes that ``arrays`` just came out of a donating run."""
+        owned = self._owned
+        for x in arrays:
+            owned[id(x)] = weakref.ref(x, _forget(owned, id(x)))
+
+    # -- checking --------------------------------------------------------------------
+
+    def check_copies_equal(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Raises if the copies of a mirrored array differ between devices.
+
+        Args:
+          named: Pairs of a name and an array.
+
+        Raises:
+          ReplicaDivergenceError: Some copies are not bit-equal; all are named.
+        """
+        unequal = []
+        for name, x in named:
+            if not isinstance(x, jax.Array) or not self.lies_as(x, self.replicated):
+                continue
+            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+                x = jax.random.key_data(x)
+            copies = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
+            if any(c != copies[0] for c in copies):
+                unequal.append(name)
+        if unequal:
+            raise ReplicaDivergenceError(
+                "These arguments are labelled as mirrored, but their copies differ "
+                f"between devices: {', '.join(unequal)}. They were probably built "
+                "from data that differs per device; build them from one source, or "
+                "pass them as PerReplica."
+            )
+
+
+def _forget(table: dict[int, Any], key: int) -> Any:
+    def forget(reference: Any) -> None:
+        entry = table.get(key)
+        known = entry[0] if isinstance(entry, tuple) else entry
+        if known is reference:
+            del table[key]
+
+    return forget
+
+
+def _frozen(x: Any) -> Any:
+    """A copy of a numpy array, since JAX may read it after the caller changes it."""
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
+def as_array(x: Any) -> Any:
+    """Returns a component as an array: jax arrays as they are, the rest as numpy."""
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def stack(value: PerReplica, placer: Placer, name: str = "the value") -> PerReplica:
+    """Returns a per-replica value as one placed array.
+
+    Args:
+      value: A per-replica value; its components may have been given by hand.
+      placer: Where to place it.
+      name: What to call it in an error.
+
+    Raises:
+      PerReplicaError: Components have unequal shapes or dtypes, or their number is not
+        the number of replicas.
+    """
+    if value.is_stacked:
+        stacked = PerReplica.from_array(placer.stacked(value.array))
+        stacked.is_data = value.is_data
+        return stacked
+    parts = [as_array(x) for x in value.values]
+    shapes = {np.shape(p) for p in parts}
+    if len(shapes) > 1 or len({p.dtype for p in parts}) > 1:
+        listed = ", ".join(
+            f"replica {i}: {p.dtype}{list(np.shape(p))}" for i, p in enumerate(parts)
+        )
+        raise PerReplicaError(
+            "A step needs equal shapes and dtypes on all replicas, because it is one "
+            f"program. {name} has {listed}. Pad the components to one shape and pass "
+            "a mask, or combine them outside of the step with `reduce` or `gather`."
+        )
+    if len(parts) != placer.num_replicas:
+        raise PerReplicaError(
+            f"The strategy has {placer.num_replicas} replicas. {name} holds "
+            f"{len(parts)} components."
+        )
+    stacked = PerReplica.from_array(from_components(parts, placer.per_replica))
+    stacked.is_data = True
+    return stacked
+
+
+def from_components(parts: list[Any], sharding: NamedSharding) -> jax.Array:
+    """Builds the stacked array of equal components, each sent to its device only.
+
+    Args:
+      parts: One array per replica, of equal shape and dtype.
+      sharding: The per-replica sharding of the mesh.
+
+    Returns:
+      An array of shape ``[num_replicas, ...]``.
+    """
+    devices = list(sharding.mesh.devices.flat)
+    rows = [
+        jax.device_put(
+            jax.numpy.expand_dims(p, 0)
+            if isinstance(p, jax.Array)
+            else np.array(p)[None],
+            d,
+        )
+        for p, d in zip(parts, devices, strict=True)
+    ]
+    return jax.make_array_from_single_device_arrays(
+        (len(rows), *rows[0].shape[1:]), sharding, rows
+    )

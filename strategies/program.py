@@ -1,0 +1,389 @@
+"""One step, traced once, proved, and compiled for all replicas.
+
+The step is traced inside a ``shard_map`` over the strategy's mesh, where every value
+is one replica's. The recorded jaxpr is then examined for what differs between replicas
+(:mod:`.replication`), and the program that really runs evaluates it in a second
+``shard_map`` whose output layout follows from that proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.core
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from replicax import _compat
+from replicax.errors import (
+    DivergentCollectiveError,
+    ReplicaDivergenceError,
+    ReplicaxError,
+    StaticArgumentError,
+)
+from replicax.values import PerReplica
+
+from . import blame, fence
+from .arguments import Kind, Leaf
+from .context import in_replica
+from .merge import split_for_replica
+from .replica_context import ReplicaContext
+from .replication import Problem, Proof, prove
+
+if TYPE_CHECKING:
+    from .placement import Placer
+    from .state import Lift, StateWrite
+    from .strategy import Strategy
+
+_MOST_LEAVES_NAMED = 10
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A value that a compiled program returns without computing it."""
+
+    value: Any
+
+
+@dataclasses.dataclass
+class _Record:
+    """What the tracing of a step leaves behind."""
+
+    jaxpr: Any = None
+    out_tree: Any = None
+    out_leaves: list[Any] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+    writes: list[StateWrite] = dataclasses.field(default_factory=list)
+    aux: Any = None
+
+
+class Program:
+    """A compiled step for one function, argument structure and set of static values.
+
+    Args:
+      strategy: The strategy whose replicas run it.
+      fn: The step.
+      leaves: How each flattened argument enters.
+      statics: The value of each static leaf, by its position.
+      lift: Rebuilds the arguments from their leaves, and tells what state was written.
+      on_trace: Called at each trace, after it was recorded.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        leaves: Sequence[Leaf],
+        statics: dict[int, Any],
+        lift: Lift,
+        on_trace: Callable[[], None],
+    ):
+        self._strategy = strategy
+        self._placer: Placer = strategy.placer
+        self._fn = fn
+        self._statics = statics
+        self._num_leaves = len(leaves)
+        self._lift = lift
+        self._on_trace = on_trace
+        self._positions = [i for i, x in enumerate(leaves) if x.kind is not Kind.STATIC]
+        self._arrays = [leaves[i] for i in self._positions]
+        placer = self._placer
+        self._shardings = [
+            {Kind.ROW: placer.per_replica, Kind.MIRRORED: placer.replicated}.get(x.kind)
+            for x in self._arrays
+        ]
+        # JAX's outputs carry an equal sharding that is another object; remembering the
+        # last one seen makes the check of a repeated call an `is`.
+        self._last_shardings = list(self._shardings)
+        self._donated = tuple(i for i, x in enumerate(self._arrays) if x.donated)
+        self._fenced = _needs_fence(strategy)
+        self.captures_tracers = False
+        self.references: list[Any] = []
+
+        def program(*arrays: Any) -> Any:
+            return self._traced(*arrays)
+
+        program.__name__ = program.__qualname__ = (
+            f"run_{getattr(fn, '__name__', type(fn).__name__)}"
+        )
+        self._jitted = jax.jit(program)
+        self._jitted_donating = (
+            jax.jit(program, donate_argnums=self._donated)
+            if self._donated
+            else self._jitted
+        )
+
+    # -- launching -------------------------------------------------------------------
+
+    def launch(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
+        """Runs the step on concrete arguments.
+
+        Args:
+          leaves: The flattened arguments.
+
+        Returns:
+          The outputs, the new values of written state, and what the lift needs to
+          write them back.
+        """
+        arrays = [leaves[i] for i in self._positions]
+        consumed = self._donate(arrays) if self._donated else ()
+        for i, sharding in enumerate(self._last_shardings):
+            x = arrays[i]
+            if sharding is not None and getattr(x, "sharding", None) is not sharding:
+                arrays[i] = placed = self._place(i, x)
+                self._last_shardings[i] = placed.sharding
+        outputs, states, notes = self._call(self._jitted_donating, arrays)
+        if self._donated:
+            self._placer.own(jax.tree.leaves((outputs, states)))
+            for x in consumed:
+                x.delete()
+        if self._fenced:
+            fence.after_launch((outputs, states))
+        return _finish(outputs, states, notes)
+
+    def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
+        """Runs the step inside the trace that the caller is in; see :meth:`launch`."""
+        arrays = [leaves[i] for i in self._positions]
+        for i, x in enumerate(arrays):
+            # Placing is done now, not staged into the trace around us.
+            if isinstance(x, (jax.Array, np.ndarray)) and not isinstance(
+                x, jax.core.Tracer
+            ):
+                with jax.ensure_compile_time_eval():
+                    arrays[i] = self._place(i, x)
+        return _finish(*self._call(self._jitted, arrays))
+
+    def _call(self, jitted: Callable[..., Any], arrays: list[Any]) -> Any:
+        if _compat.active_mesh_is_foreign(self._strategy.mesh):
+            with _compat.own_mesh(self._strategy.mesh):
+                return jitted(*arrays)
+        return jitted(*arrays)
+
+    def _place(self, i: int, x: Any) -> Any:
+        if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMmV" and x.dtype.isbuiltin:
+            raise StaticArgumentError(
+                f"Argument {self._arrays[i].name} is a numpy array of dtype {x.dtype}, "
+                "which cannot be sent to devices. Keep strings and objects on the "
+                "host, or encode them as numbers."
+            )
+        if self._arrays[i].kind is Kind.ROW:
+            return self._placer.stacked(x)
+        if self._arrays[i].kind is Kind.MIRRORED:
+            return self._placer.mirrored(x)
+        return x
+
+    def _donate(self, arrays: list[Any]) -> list[jax.Array]:
+        """Makes the donated arrays private; returns those to delete after the run."""
+        consumed = []
+        seen = {id(x) for i, x in enumerate(arrays) if i not in self._donated}
+        for i in self._donated:
+            x, sharding = arrays[i], self._shardings[i]
+            if sharding is None:
+                continue
+            if not self._placer.lies_as(x, sharding):
+                self._place(i, x)  # checks it
+                arrays[i] = self._placer.private_copy(x, sharding)
+            elif id(x) in seen:
+                arrays[i] = x.copy()
+            elif not self._placer.owns(x):
+                arrays[i] = x.copy()
+                consumed.append(x)
+            seen.add(id(x))
+        return consumed
+
+    def named_mirrored(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the name and value of each argument that must be mirrored."""
+        for i, leaf in zip(self._positions, self._arrays, strict=True):
+            if leaf.kind is Kind.MIRRORED:
+                yield leaf.name, leaves[i]
+
+    # -- tracing ---------------------------------------------------------------------
+
+    def _traced(self, *arrays: Any) -> Any:
+        axis = PartitionSpec(self._strategy.axis_name)
+        in_specs = tuple(
+            axis if x.kind is Kind.ROW else PartitionSpec() for x in self._arrays
+        )
+        mapped = {
+            "mesh": self._strategy.mesh,
+            "in_specs": in_specs,
+            "check_vma": False,
+        }
+        record = _Record()
+
+        def probe(*locals_: Any) -> tuple[()]:
+            record.jaxpr = jax.make_jaxpr(self._replica_step(record))(*locals_)
+            return ()
+
+        with _compat.captured_arrays_as_constants():
+            jax.eval_shape(
+                jax.shard_map(probe, out_specs=PartitionSpec(), **mapped), *arrays
+            )
+            varies = self._prove(record)
+            num_outputs = len(varies) - len(record.writes)
+            evaluate = jax.extend.core.jaxpr_as_fun(record.jaxpr)
+
+            def body(*locals_: Any) -> Any:
+                results = evaluate(*locals_)
+                outputs = [
+                    jax.numpy.expand_dims(x, 0) if v else x
+                    for x, v in zip(results[:num_outputs], varies, strict=False)
+                ]
+                states = self._lift.settle(
+                    record.jaxpr,
+                    record.writes,
+                    results[num_outputs:],
+                    varies[num_outputs:],
+                    locals_,
+                    self._strategy,
+                )
+                return outputs, states
+
+            specs = [axis if v else PartitionSpec() for v in varies[:num_outputs]]
+            outputs, states = jax.shard_map(
+                body, out_specs=(specs, PartitionSpec()), **mapped
+            )(*arrays)
+        self.captures_tracers |= any(
+            isinstance(c, jax.core.Tracer) for c in record.jaxpr.consts
+        )
+        self._on_trace()
+        out = _assemble(record, outputs, varies)
+        has_statics = len(outputs) < len(record.out_leaves)
+        return out, states, Static((record.aux, has_statics))
+
+    def _replica_step(self, record: _Record) -> Callable[..., list[Any]]:
+        """The step as a function of one replica's arrays, noting its structure."""
+
+        def step(*locals_: Any) -> list[Any]:
+            leaves: list[Any] = [None] * self._num_leaves
+            for i, value in self._statics.items():
+                leaves[i] = value
+            for i, x, leaf in zip(self._positions, locals_, self._arrays, strict=True):
+                leaves[i] = x[0] if leaf.kind is Kind.ROW else x
+            args, kwargs, token = self._lift.rebuild(leaves, self._strategy)
+            with in_replica(ReplicaContext(self._strategy)), _explained():
+                out = self._fn(*args, **kwargs)
+            out, record.writes, record.aux = self._lift.extract(token, out)
+            paths, record.out_tree = jax.tree_util.tree_flatten_with_path(
+                split_for_replica(out)
+            )
+            record.out_leaves = [leaf for _, leaf in paths]
+            record.names = [f"output{jax.tree_util.keystr(path)}" for path, _ in paths]
+            arrays = [x for x in record.out_leaves if _is_value(x)]
+            return arrays + [write.new for write in record.writes]
+
+        return step
+
+    def _prove(self, record: _Record) -> tuple[bool, ...]:
+        """Returns what varies, having refused what must not.
+
+        Raises:
+          DivergentCollectiveError: Some replicas would skip a collective.
+          ReplicaDivergenceError: State that must be mirrored, or a value given to
+            ``assert_mirrored``, would differ.
+        """
+        inputs = [x.kind is Kind.ROW for x in self._arrays]
+        axis_name = self._strategy.axis_name
+        proof: Proof = prove(record.jaxpr, inputs, axis_name)
+        _raise_problems(proof.problems)
+        first_write = len(proof.varies) - len(record.writes)
+        clauses = []
+        for i, write in enumerate(record.writes, start=first_write):
+            if proof.varies[i] and write.must_be_mirrored:
+                cause = blame.explain(
+                    record.jaxpr, inputs, i, [x.name for x in self._arrays], axis_name
+                )
+                clauses.append(
+                    f"{write.name} would differ between replicas: it {cause}"
+                )
+        if clauses:
+            raise ReplicaDivergenceError(_listed(clauses))
+        return proof.varies
+
+
+def _needs_fence(strategy: Strategy) -> bool:
+    device = strategy.mesh.devices.flat[0]
+    return device.platform == "cpu" and strategy.num_replicas_in_sync > 1
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(
+        x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    ) or hasattr(x, "__jax_array__")
+
+
+def _assemble(record: _Record, outputs: list[Any], varies: Sequence[bool]) -> Any:
+    """Puts the outputs back into the structure that the step returned."""
+    arrays = iter(zip(outputs, varies, strict=False))
+    leaves = []
+    for leaf in record.out_leaves:
+        if not _is_value(leaf):
+            leaves.append(Static(leaf))
+            continue
+        x, v = next(arrays)
+        leaves.append(PerReplica.from_array(x) if v else x)
+    return record.out_tree.unflatten(leaves)
+
+
+def _finish(outputs: Any, states: list[Any], notes: Static) -> tuple[Any, Any, Any]:
+    """Unwraps what the compiled program returned."""
+    aux, has_statics = notes.value
+    if has_statics:
+        outputs = jax.tree.map(
+            lambda x: x.value if isinstance(x, Static) else x,
+            outputs,
+            is_leaf=lambda x: isinstance(x, Static),
+        )
+    return outputs, states, aux
+
+
+def _raise_problems(problems: Sequence[Problem]) -> None:
+    if not problems:
+        return
+    hanging = [p.message for p in problems if p.kind == "divergent_collective"]
+    if hanging:
+        raise DivergentCollectiveError(_listed(hanging))
+    unequal = [p.message for p in problems if p.kind == "assert_mirrored"]
+    if unequal:
+        raise ReplicaDivergenceError(_listed(unequal))
+    raise ReplicaxError(_listed([p.message for p in problems]))
+
+
+def _listed(clauses: list[str]) -> str:
+    shown = clauses[:_MOST_LEAVES_NAMED]
+    more = len(clauses) - len(shown)
+    return "\n".join([*shown, *([f"... and {more} more."] if more else [])])
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Adds to JAX's and Flax's tracing errors what they mean in a step."""
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as e:
+        e.add_note(
+            "In `strategy.run` a step is traced once for all replicas, so its values, "
+            "the replica id included, are not known to Python. To act differently on "
+            "some replicas, select with `jnp.where(replica_id == 0, a, b)`, branch "
+            "with `jax.lax.cond`, or index with the id. To branch on a setting, pass "
+            "it as a bool, a string or another static argument."
+        )
+        raise
+    except Exception as e:
+        flax_errors = sys.modules.get("flax.errors")
+        if flax_errors and isinstance(e, flax_errors.TraceContextError):
+            e.add_note(
+                "The step changes an nnx object that it captures. Pass the object as "
+                "an argument of `run`: its changes are then written back to it."
+            )
+        raise
