@@ -25,8 +25,8 @@ test: .venv/.test
 	$(RUN) -m pytest -n 2 --dist worksteal
 
 lint: .venv/.dev
-	rm -rf .venv/types && mkdir -p .venv/types/replicax
-	cd .venv/types/replicax && \
+	rm -rf build/types && mkdir -p build/types/replicax
+	cd build/types/replicax && \
 	  ln -s ../../../replicax/*.py ../../../strategies ../../../datasets .
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check

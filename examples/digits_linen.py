@@ -85,7 +85,7 @@ def main() -> None:
         schedule = optax.cosine_decay_schedule(2e-3, args.epochs * len(batches))
         state = TrainState.create(
             apply_fn=model.apply,
-            params=model.init(jax.random.key(0), images[:1]),
+            params=jax.jit(model.init)(jax.random.key(0), images[:1]),
             tx=optax.adam(schedule),
         )
 

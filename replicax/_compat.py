@@ -36,9 +36,22 @@ def active_mesh_is_foreign(mesh: jax.sharding.Mesh) -> bool:
     return not active.empty and active != mesh.abstract_mesh
 
 
-def own_mesh(mesh: jax.sharding.Mesh) -> Any:
-    """Makes ``mesh`` the active one while a program of ours is traced and called."""
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+@contextlib.contextmanager
+def own_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Makes ``mesh`` the active one while a program of ours is traced and called.
+
+    Inside a trace, by way of no mesh at all, since JAX refuses to go from one size to
+    another there.
+    """
+    if not is_tracing():
+        with jax.set_mesh(mesh):
+            yield
+        return
+    with (
+        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    ):
+        yield
 
 
 # -- captured arrays -----------------------------------------------------------------
@@ -78,11 +91,11 @@ def _install_hook() -> None:
         if _hook_installed:
             return
         _hook_installed = True
-        table = getattr(_core, "pytype_aval_mappings", None)
-        array_type = type(jax.numpy.zeros(()))
-        original = table.get(array_type) if table is not None else None
-        if table is None or original is None:
+        table = getattr(_core, "pytype_aval_mappings", {})
+        array_type = next((t for t in table if t.__name__ == "ArrayImpl"), None)
+        if array_type is None:
             return
+        original = table[array_type]
 
         def type_of_array(x: Any) -> Any:
             aval = original(x)

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from replicax.errors import PerReplicaError
 from replicax.values import PerReplica, ValueContext
 
 from .merge import is_per_replica
-from .placement import as_array, from_components
+from .placement import as_array, from_components, is_numeric
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -38,8 +37,7 @@ def values_from_function(
 
 def _together(strategy: Strategy, parts: list[Any]) -> PerReplica:
     arrays = [as_array(p) for p in parts]
-    numeric = all(a.dtype.kind not in "OSUmMV" or _is_jax_dtype(a) for a in arrays)
-    if numeric and len({(a.shape, a.dtype) for a in arrays}) == 1:
+    if all(map(is_numeric, arrays)) and len({(a.shape, a.dtype) for a in arrays}) == 1:
         value = PerReplica.from_array(
             from_components(arrays, strategy.placer.per_replica)
         )
@@ -47,11 +45,6 @@ def _together(strategy: Strategy, parts: list[Any]) -> PerReplica:
         value = PerReplica(parts)
     value.is_data = True
     return value
-
-
-def _is_jax_dtype(x: Any) -> bool:
-    """Whether JAX knows ``x``'s dtype: bfloat16 and kin look like void to numpy."""
-    return isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, np.number)
 
 
 def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:

@@ -11,10 +11,10 @@ class RunOptions:
 
     Attributes:
       donate: Arguments that the step may consume: a position in ``args``, or a tuple
-        of positions in ``args`` and names in ``kwargs``. Their arrays that already lie
-        on the strategy's devices are reused for outputs and must not be used
-        afterwards, as in ``jax.jit``; arrays that had to be placed there survive, and
-        so does everything that merely shares memory with them.
+        of positions in ``args`` and names in ``kwargs``. The memory of their arrays is
+        reused for outputs. Arrays that an earlier donating run returned are consumed
+        and must not be used afterwards, as in ``jax.jit``; all others are copied
+        first, so the caller's originals survive the first step of a loop.
       allow_divergence: Accepts per-replica values where an earlier call of the same
         function had a mirrored one, as in local SGD. Otherwise this raises
         ``ReplicaDivergenceError``.

@@ -162,6 +162,15 @@ def as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
+def is_numeric(x: Any) -> bool:
+    """Whether an array can lie on a device: not one of strings or objects."""
+    return (
+        isinstance(x, jax.Array)
+        or x.dtype.kind in "biufc"
+        or jax.dtypes.issubdtype(x.dtype, jax.numpy.number)  # bfloat16 and kin
+    )
+
+
 def stack(value: PerReplica, placer: Placer, name: str = "the value") -> PerReplica:
     """Returns a per-replica value as one placed array.
 
@@ -209,6 +218,13 @@ def from_components(parts: list[Any], sharding: NamedSharding) -> jax.Array:
     Returns:
       An array of shape ``[num_replicas, ...]``.
     """
+    if any(isinstance(p, jax.core.Tracer) for p in parts):
+        return jax.numpy.stack(parts)
+    with jax.ensure_compile_time_eval():
+        return _placed_rows(parts, sharding)
+
+
+def _placed_rows(parts: list[Any], sharding: NamedSharding) -> jax.Array:
     devices = list(sharding.mesh.devices.flat)
     rows = [
         jax.device_put(

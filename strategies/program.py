@@ -32,6 +32,7 @@ from . import blame, fence
 from .arguments import Kind, Leaf
 from .context import in_replica
 from .merge import split_for_replica
+from .placement import is_numeric
 from .replica_context import ReplicaContext
 from .replication import Problem, Proof, prove
 
@@ -132,7 +133,8 @@ class Program:
           write them back.
         """
         arrays = [leaves[i] for i in self._positions]
-        consumed = self._donate(arrays) if self._donated else ()
+        if self._donated:
+            self._make_private(arrays)
         for i, sharding in enumerate(self._last_shardings):
             x = arrays[i]
             if sharding is not None and getattr(x, "sharding", None) is not sharding:
@@ -141,8 +143,6 @@ class Program:
         outputs, states, notes = self._call(self._jitted_donating, arrays)
         if self._donated:
             self._placer.own(jax.tree.leaves((outputs, states)))
-            for x in consumed:
-                x.delete()
         if self._fenced:
             fence.after_launch((outputs, states))
         return _finish(outputs, states, notes)
@@ -166,7 +166,7 @@ class Program:
         return jitted(*arrays)
 
     def _place(self, i: int, x: Any) -> Any:
-        if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMmV" and x.dtype.isbuiltin:
+        if isinstance(x, np.ndarray) and not is_numeric(x):
             raise StaticArgumentError(
                 f"Argument {self._arrays[i].name} is a numpy array of dtype {x.dtype}, "
                 "which cannot be sent to devices. Keep strings and objects on the "
@@ -178,9 +178,12 @@ class Program:
             return self._placer.mirrored(x)
         return x
 
-    def _donate(self, arrays: list[Any]) -> list[jax.Array]:
-        """Makes the donated arrays private; returns those to delete after the run."""
-        consumed = []
+    def _make_private(self, arrays: list[Any]) -> None:
+        """Sees to it that donating destroys nothing that the caller did not donate.
+
+        Only what an earlier donating run returned is known to share its memory with
+        nothing else, and is donated as it is.
+        """
         seen = {id(x) for i, x in enumerate(arrays) if i not in self._donated}
         for i in self._donated:
             x, sharding = arrays[i], self._shardings[i]
@@ -189,13 +192,9 @@ class Program:
             if not self._placer.lies_as(x, sharding):
                 self._place(i, x)  # checks it
                 arrays[i] = self._placer.private_copy(x, sharding)
-            elif id(x) in seen:
+            elif id(x) in seen or not self._placer.owns(x):
                 arrays[i] = x.copy()
-            elif not self._placer.owns(x):
-                arrays[i] = x.copy()
-                consumed.append(x)
             seen.add(id(x))
-        return consumed
 
     def named_mirrored(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each argument that must be mirrored."""

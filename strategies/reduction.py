@@ -23,7 +23,7 @@ from . import collectives
 from .cross_device_ops import ReductionToOneDevice
 from .merge import TracedPerReplica, is_per_replica
 from .options import RunOptions
-from .placement import as_array, from_components
+from .placement import as_array, from_components, is_numeric
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -311,7 +311,7 @@ def _gather_ragged(strategy: Strategy, value: PerReplica, axis: int) -> Any:
         )
     whole = np.concatenate(parts, axis)
     # Strings and objects have no place on a device.
-    return whole if whole.dtype.kind in "OSU" else strategy.placer.mirrored(whole)
+    return strategy.placer.mirrored(whole) if is_numeric(whole) else whole
 
 
 def _is_uniform(value: PerReplica) -> bool:

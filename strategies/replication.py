@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from .blame import clause, user_line
-from .variation import ASSERT_MIRRORED, Finding
+from .variation import ASSERT_MIRRORED, Finding, ProblemKind
 from .variation_rules import analyse
 
 __all__ = ["ASSERT_MIRRORED", "Problem", "Proof", "prove"]
@@ -24,11 +24,12 @@ class Problem:
     Attributes:
       kind: ``"divergent_collective"``: only some replicas would reach a collective.
         ``"effect_under_checkpoint"``: a write that may happen twice.
+        ``"ref_in_loop_predicate"``: a write that a loop's predicate would not see.
         ``"assert_mirrored"``: a value asserted to be mirrored varies.
       message: Sentences for the user, with the line of the user's program.
     """
 
-    kind: Literal["divergent_collective", "effect_under_checkpoint", "assert_mirrored"]
+    kind: ProblemKind
     message: str
 
 
@@ -98,6 +99,13 @@ def _message(finding: Finding, input_names: Sequence[str]) -> str:
             f"A variable is written{here} under jax.checkpoint, which may run this "
             "twice: once in the forward and once in the backward pass. Return the "
             "value from the checkpointed function and write it outside."
+        )
+    if finding.kind == "ref_in_loop_predicate":
+        return (
+            f"The predicate of the lax.while_loop{here} uses a variable that is "
+            "written inside the loop. JAX shows such a predicate the value from before "
+            "the loop. Carry the value through the loop, and write the variable after "
+            "it."
         )
     assert finding.divergence is not None
     divergence = finding.divergence

@@ -101,6 +101,12 @@ def first_cause(values: Sequence[Value]) -> Cause | None:
 
 # -- findings ------------------------------------------------------------------------
 
+ProblemKind: TypeAlias = Literal[
+    "divergent_collective",
+    "effect_under_checkpoint",
+    "ref_in_loop_predicate",
+    "assert_mirrored",
+]
 
 class Divergence(NamedTuple):
     """A ``cond`` or ``while`` that replicas may pass through in different ways."""
@@ -122,7 +128,7 @@ class Finding:
       divergence: For a collective, what not all replicas would reach it through.
     """
 
-    kind: Literal["divergent_collective", "effect_under_checkpoint", "assert_mirrored"]
+    kind: ProblemKind
     eqn: core.JaxprEqn
     enclosing: Enclosing | None
     cause: Cause | None = None
@@ -145,6 +151,7 @@ class Walk:
       findings: What was found wrong so far, in the order of the program.
       divergence: The innermost ``cond`` or ``while`` around the current equation whose
         predicate varies.
+      written: The cell of every write so far.
     """
 
     def __init__(self, axis_name: str, rule_for: Callable[[core.Primitive], Rule]):
@@ -152,6 +159,7 @@ class Walk:
         self._rule_for = rule_for
         self.findings: list[Finding] = []
         self.divergence: Divergence | None = None
+        self.written: list[Cell] = []
         self._enclosing: Enclosing | None = None
         self._cells = 0
         self._tainted: list[int] = []  # serials of the cells that began to vary
@@ -215,6 +223,7 @@ class Walk:
         if cause is not None and cell.cause is None:
             cell.cause = self.through(eqn, cause)
             self._tainted.append(cell.serial)
+        self.written.append(cell)
         if cell.serial < self._checkpoint_floor:
             self.find("effect_under_checkpoint", eqn)
 
@@ -223,7 +232,7 @@ class Walk:
         if self.divergence is not None:
             self.find("divergent_collective", eqn, divergence=self.divergence)
 
-    def find(self, kind: Any, eqn: core.JaxprEqn, **details: Any) -> None:
+    def find(self, kind: ProblemKind, eqn: core.JaxprEqn, **details: Any) -> None:
         """Adds a finding, once per equation."""
         if (kind, id(eqn)) not in self._seen:
             self._seen.add((kind, id(eqn)))

@@ -300,7 +300,10 @@ def while_loop(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Va
         outputs = walk.run_diverging(body, inputs, eqn, predicate)
         return [value or predicate for value in outputs]
 
+    before = len(walk.written)
     carry, _ = walk.settle(iteration, operands[last:])
+    if any(value in walk.written[before:] for value in operands[:first] if value):
+        walk.find("ref_in_loop_predicate", eqn)
     return carry
 
 

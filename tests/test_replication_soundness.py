@@ -7,6 +7,7 @@ compiled program, and every output is returned once per replica.
 import collections
 import functools
 import itertools
+import re
 
 import hypothesis
 import jax
@@ -16,7 +17,6 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
-
 from replicax.strategies.replication import prove
 
 REPLICAS = 4
@@ -214,7 +214,7 @@ def use_ref(operation, ref, a, b):
     return ref[...] + a
 
 
-def control(operation, pool, refs, a, b, first, second):
+def control(operation, pool, refs, a, b, first, second):  # noqa: C901
     """Control flow and transformations around one or two inner blocks."""
     inner = functools.partial(block, refs=refs)
     pure = functools.partial(block, refs=[])
@@ -239,19 +239,19 @@ def control(operation, pool, refs, a, b, first, second):
     if operation == "while_count":
         bound = jnp.clip(jnp.nan_to_num(b.sum()), 0, 3)
         count = lax.while_loop(
-            lambda i: inner(first, [a + i, *pool])[0] * 0 + i < bound,
+            lambda i: pure(first, [a + i, *pool])[0] * 0 + i < bound,
             lambda i: i + 1,
             jnp.float32(0),
         )
         return a + count
-    if operation == "while_ref" and refs:
-
+    if operation == "while_ref" and len(refs) > 1:
+        # JAX does not show a predicate what the body writes, so it reads another ref.
         def step(i):
-            refs[0][...] = inner(first, [a, *pool]) + 1
+            refs[0][...] = block(first, [a, *pool], refs[:1]) + 1
             return i + 1
 
         count = lax.while_loop(
-            lambda i: (i < 3) & (refs[0][0] < refs[0][1]), step, jnp.int32(0)
+            lambda i: (i < 3) & (refs[-1][0] <= refs[-1][1]), step, jnp.int32(0)
         )
         return a + count
     if operation == "cond":
@@ -331,8 +331,11 @@ def run_and_compare(programs, seen):
     for program in programs:
         try:
             proof = proof_of(functools.partial(run_program, program))
-        except NotImplementedError:  # JAX has no derivative for it
-            seen["untraceable"] += 1
+        except (NotImplementedError, ValueError) as error:
+            assert re.search(
+                "[Gg]radient|[Rr]everse-mode|[Dd]ifferentiation", str(error)
+            )
+            seen["without derivative"] += 1
             continue
         if proof.problems:  # it would hang
             seen["rejected"] += 1
@@ -363,7 +366,7 @@ def test_what_is_called_mirrored_is_equal_bit_for_bit(seed):
         phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(st.lists(instructions(2, max_size=6), min_size=11, max_size=11))
+    @hypothesis.given(st.lists(instructions(2, max_size=5), min_size=11, max_size=11))
     def generated(programs):
         run_and_compare(programs, seen)
 
@@ -382,24 +385,6 @@ def tricky_outputs(uniform, varying):
     yield "reduce to the operand", lax.reduce(varying, uniform[0], lambda _, y: y, (0,))
     groups = [[0], [1, 2, 3]]
     yield "uneven groups", lax.psum(uniform, "replica", axis_index_groups=groups)
-
-    count = jax.new_ref(jnp.zeros(()))
-
-    def counts(i):
-        count[...] = count[...] + 1
-        return i < 4 + lax.axis_index("replica")
-
-    lax.while_loop(counts, lambda i: i + 1, 0)
-    yield "written in a loop's predicate", jax.ref.freeze(count)
-
-    total = jax.new_ref(jnp.zeros(()))
-
-    def add_id(i):
-        total[...] = total[...] + 1 + lax.axis_index("replica")
-        return i + 1
-
-    iterations = lax.while_loop(lambda i: total[...] < 10, add_id, 0)
-    yield "a ref decides when a loop ends", iterations
 
     other = jax.new_ref(jnp.zeros(()))
 

@@ -1,0 +1,106 @@
+"""Replicax answers as TensorFlow does, or says why not.
+
+``tests/golden`` holds what TF answered when it was asked, and asks Replicax the same.
+Where a record of TF tells the figures but not the function that made them, a function
+with these figures is used.
+
+Not in the table yet, because what they ask about is not there yet: variables and their
+checkpoints (``create_*``, ``onwrite_*``, ``onread_*``, ``scatter_*``, ``update_*``,
+``optimizer_like_update``, ...), datasets (``ds_*``, ``dsfn_*``, ``it_*``, ``shard_*``,
+``pipe_*``, ...), scaling of losses (``avg_loss_*``, ``scale_reg_loss*``), many workers
+and their clusters (``mw_*``, ``mwms_*``, ``tfconfig_*``, ...), and parameter servers
+(``ps_*``, ``cc_*``, ``sv_*``, ...).
+"""
+
+import collections
+
+import jax.numpy as jnp
+import pytest
+
+import replicax as rx
+
+from .golden import devices, reductions, steps
+from .golden.table import Each, Raises, matches, mirrored, spoiled, values
+
+CASES = [*reductions.CASES, *steps.CASES, *devices.CASES]
+VERDICTS = collections.Counter(case.verdict for case in CASES)
+
+
+def cases(*verdicts):
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, id=c.name) for c in CASES if c.verdict in verdicts]
+    )
+
+
+@cases("same")
+def test_the_answer_is_tensorflows(case):
+    assert matches(case.tf, case.outcome), (case.tf, case.outcome)
+
+
+@cases("differs")
+def test_the_answer_differs_from_tensorflows_as_told(case):
+    assert matches(case.ours, case.outcome), (case.ours, case.outcome)
+    assert not matches(case.tf, case.outcome), "It does not differ any more."
+
+
+@cases("same", "differs")
+def test_another_answer_would_be_noticed(case):
+    expected = case.tf if case.verdict == "same" else case.ours
+    wrong = spoiled(expected)
+    assert wrong
+    for variant in wrong:
+        assert not matches(variant, case.outcome), variant
+
+
+def test_nine_tenths_of_the_answers_are_the_same():
+    applicable = VERDICTS["same"] + VERDICTS["differs"]
+    assert applicable >= 80
+    assert VERDICTS["same"] >= 0.9 * applicable, VERDICTS
+    assert VERDICTS.keys() <= {"same", "differs", "n/a"}
+
+
+def test_no_answer_is_listed_twice():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@cases("differs", "n/a")
+def test_every_exception_has_a_reason(case):
+    assert len(case.reason.split()) >= 5
+    assert case.reason.endswith(".")
+
+
+# -- the comparison itself -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        pytest.param(1.0, lambda: jnp.float32(2.0), id="value"),
+        pytest.param(1.0, lambda: jnp.int32(1), id="an integer for a float"),
+        pytest.param(1, lambda: True, id="a bool for an int"),
+        pytest.param([1.0], lambda: jnp.ones(2), id="length"),
+        pytest.param(1.0, lambda: jnp.ones(1), id="rank"),
+        pytest.param(1.0, lambda: values(1.0, 1.0), id="two replicas for one value"),
+        pytest.param(Each(1.0, 1.0), lambda: values(1.0, 2.0), id="second replica"),
+        pytest.param(Each(1.0, 1.0), lambda: jnp.float32(1.0), id="number of copies"),
+        pytest.param(
+            Each(1.0, 1.0),
+            lambda: mirrored(4).run(lambda: jnp.float32(1.0)),
+            id="number of replicas",
+        ),
+        pytest.param({"a": 1}, lambda: {"b": 1}, id="key"),
+        pytest.param({"a": 1}, lambda: {"a": 1, "b": 2}, id="additional key"),
+        pytest.param(Raises("RuntimeError"), lambda: ValueError(), id="kind of error"),
+        pytest.param(Raises("ValueError"), lambda: 1.0, id="value for an error"),
+        pytest.param(None, lambda: ValueError(), id="error for a value"),
+    ],
+)
+def test_the_comparison_sees_a_wrong(expected, answer):
+    assert not matches(expected, answer())
+
+
+def test_the_comparison_reads_every_copy_of_a_mirrored_value():
+    assert matches(Each(1.0, 1.0), mirrored(2).run(lambda: jnp.float32(1.0)))
+    unequal = rx.PerReplica([1.0, 2.0])
+    assert matches(Each(1.0, 2.0), unequal)
+    assert not matches(Each(2.0, 1.0), unequal)

@@ -1,0 +1,843 @@
+"""``strategy.run``: what enters, what comes out, what is compiled and when."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import gc
+import re
+import threading
+import warnings
+import weakref
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import replicax as rx
+
+ONE, TWO, THREE, EIGHT = (
+    rx.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 8)
+)
+ALL = pytest.mark.parametrize(
+    "strategy", [ONE, TWO, THREE, EIGHT], ids=lambda s: f"x{s.num_replicas_in_sync}"
+)
+
+
+def ids(strategy, shape=(), dtype=np.float32):
+    """A per-replica value: the replica's id plus one, filled to a shape."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda ctx: np.full(shape, ctx.replica_id_in_sync_group + 1, dtype)
+    )
+
+
+def context():
+    return rx.get_replica_context()
+
+
+def traces_of(strategy, fn, *calls):
+    """Runs ``fn`` on each of ``calls`` and counts how often it was traced."""
+    traces = []
+
+    @functools.wraps(fn)
+    def counted(*args, **kwargs):
+        traces.append(1)
+        return fn(*args, **kwargs)
+
+    for args in calls:
+        strategy.run(counted, args)
+    return len(traces)
+
+
+# -- kinds of outputs ----------------------------------------------------------------
+
+
+@ALL
+def test_the_kind_of_each_output_follows_from_the_step_not_from_the_replicas(strategy):
+    def step(w, x):
+        return {"kept": w + 1, "local": x * w, "sum": context().all_reduce("sum", x)}
+
+    out = strategy.run(step, (jnp.float32(2), ids(strategy)))
+    n = strategy.num_replicas_in_sync
+    assert isinstance(out["local"], rx.PerReplica)
+    assert [float(v) for v in out["local"].values] == [2.0 * (i + 1) for i in range(n)]
+    for name in ("kept", "sum"):
+        assert isinstance(out[name], jax.Array)
+        assert out[name].sharding.is_fully_replicated
+        assert out[name].sharding.device_set == set(strategy.mesh.devices.flat)
+    assert float(out["kept"]) == 3
+    assert float(out["sum"]) == n * (n + 1) / 2
+
+
+@ALL
+def test_the_same_training_step_gives_the_single_device_answer(strategy):
+    n = strategy.num_replicas_in_sync
+    x = np.arange(24 * 3, dtype=np.float32).reshape(24, 3) / 50
+    y = x @ np.array([1.0, -2.0, 0.5], np.float32)
+    w0 = jnp.zeros(3)
+
+    def loss(w, x, y):
+        return jnp.mean((x @ w - y) ** 2)
+
+    def step(w, x, y):
+        g = context().all_reduce("mean", jax.grad(loss)(w, x, y))
+        return w - 0.1 * g
+
+    def rows(a):
+        return strategy.experimental_distribute_values_from_function(
+            lambda c: np.split(a, n)[c.replica_id_in_sync_group]
+        )
+
+    w, expected = w0, w0
+    for _ in range(3):
+        w = strategy.run(step, (w, rows(x), rows(y)))
+        expected = expected - 0.1 * jax.grad(loss)(expected, x, y)
+    np.testing.assert_allclose(w, expected, rtol=1e-6)
+
+
+def test_one_replica_holds_no_collective():
+    def step(x):
+        return context().all_reduce("mean", x)
+
+    text = compiled_text(ONE, step, ids(ONE, (4,)))
+    assert not re.findall(r"all-(?:reduce|gather)|reduce-scatter", text)
+
+
+def test_a_step_of_two_replicas_holds_exactly_its_one_collective():
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.sum((x * w["a"] + w["b"]) ** 2))(w)
+        g = context().all_reduce("mean", g)
+        return jax.tree.map(lambda p, d: p - d, w, g)
+
+    w = {"a": jnp.ones(4), "b": jnp.ones(4)}
+    text = compiled_text(TWO, step, w, ids(TWO, (4,)))
+    assert len(re.findall(r"= .* all-reduce(?:-start)?\(", text)) == 1
+    assert not re.findall(r"all-gather|all-to-all|collective-permute", text)
+
+
+def compiled_text(strategy, fn, *args):
+    run = jax.jit(lambda *a: strategy.run(fn, a))
+    placed = [
+        a if isinstance(a, rx.PerReplica) else strategy.extended.broadcast_to(a)
+        if isinstance(a, jax.Array)
+        else jax.tree.map(strategy.extended.broadcast_to, a)
+        for a in args
+    ]
+    return run.lower(*placed).compile().as_text()
+
+
+def test_outputs_that_are_not_arrays_come_back_as_they_are():
+    def step(x):
+        return {"x": x, "name": "loss", "none": None, "fn": step, "py": 2}
+
+    out = TWO.run(step, (ids(TWO),))
+    assert out["name"] == "loss" and out["none"] is None and out["fn"] is step
+    assert int(out["py"]) == 2
+
+
+def test_an_int_or_bool_output_is_an_array():
+    out = TWO.run(lambda: (3, True, 1.5, np.float32(2), np.arange(2)))
+    assert [np.asarray(v).tolist() for v in out] == [3, True, 1.5, 2.0, [0, 1]]
+
+
+# -- what enters ---------------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Pair(collections.namedtuple("Pair", ["a", "b"])):
+    pass
+
+
+@flax.struct.dataclass
+class Struct:
+    x: jax.Array
+    name: str = flax.struct.field(pytree_node=False)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Custom:
+    x: object
+    tag: str
+
+    def tree_flatten(self):
+        return (self.x,), self.tag
+
+    @classmethod
+    def tree_unflatten(cls, tag, children):
+        return cls(children[0], tag)
+
+
+def test_nested_containers_keep_their_types():
+    x = ids(TWO)
+    arg = {"n": None, "p": Pair(x, [x, 1.0]), "s": Struct(x, "s"), "c": Custom(x, "t")}
+    out = TWO.run(lambda a: a, (arg,))
+    assert out["n"] is None
+    assert type(out["p"]) is Pair and type(out["p"].b) is list
+    assert type(out["s"]) is Struct and out["s"].name == "s"
+    assert type(out["c"]) is Custom and out["c"].tag == "t"
+    assert isinstance(out["c"].x, rx.PerReplica)
+    assert float(out["p"].b[1]) == 1.0
+
+
+def test_kwargs_enter_like_args():
+    out = TWO.run(lambda a, *, b: a * b, (ids(TWO),), {"b": ids(TWO)})
+    assert [float(v) for v in out.values] == [1.0, 4.0]
+
+
+def test_numbers_are_traced_and_weakly_typed():
+    seen = []
+
+    def step(x, scale):
+        seen.append(type(scale))
+        return x * scale
+
+    half = ids(TWO, dtype=jnp.bfloat16)
+    for scale in (2, 3, 4):
+        out = TWO.run(step, (half, scale))
+    assert len(seen) == 1
+    assert out.dtype == jnp.bfloat16
+    assert [float(v) for v in out.values] == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("static", [True, "a", None, Color.RED, jnp.float32, len])
+def test_static_arguments_reach_the_step_as_they_are(static):
+    def step(x, s):
+        assert s is static
+        return x
+
+    TWO.run(step, (ids(TWO), static))
+
+
+def test_another_static_value_is_another_program_and_the_same_one_is_not():
+    def step(x, training):
+        return x * 2 if training else x
+
+    x = ids(TWO)
+    assert traces_of(TWO, step, (x, True), (x, False), (x, True), (x, False)) == 2
+    assert [float(v) for v in TWO.run(step, (x, True)).values] == [2, 4]
+    assert [float(v) for v in TWO.run(step, (x, False)).values] == [1, 2]
+
+
+def test_true_and_one_are_not_the_same_argument():
+    seen = []
+    for arg in (True, 1):
+        TWO.run(lambda a: seen.append(isinstance(a, bool)), (arg,))
+    assert seen == [True, False]
+
+
+def test_an_unhashable_object_is_refused_with_its_name():
+    class Config:
+        __hash__ = None
+
+    with pytest.raises(rx.StaticArgumentError, match=r"cfg\['a'\] is a Config"):
+        TWO.run(lambda cfg: 0, ({"a": Config()},))
+
+
+def test_arrays_of_strings_are_refused_with_their_name():
+    with pytest.raises(rx.StaticArgumentError, match=r"names.*dtype <U1"):
+        TWO.run(lambda names: 0, (np.array(["a", "b"]),))
+
+
+def test_components_of_unequal_shape_are_refused_and_both_shapes_named():
+    ragged = rx.PerReplica([np.ones(2), np.ones(3)])
+    with pytest.raises(rx.PerReplicaError, match=r"\[2\].*\[3\].*Pad"):
+        TWO.run(lambda x: x, (ragged,))
+
+
+def test_components_given_by_hand_are_placed():
+    out = TWO.run(lambda x: x + 1, (rx.PerReplica([1.0, 2.0]),))
+    assert [float(v) for v in out.values] == [2.0, 3.0]
+
+
+def test_a_value_of_another_number_of_replicas_is_refused():
+    with pytest.raises(rx.PerReplicaError, match="2 replicas. Got .* holds 3"):
+        TWO.run(lambda x: x, (ids(THREE),))
+
+
+def test_a_value_of_another_strategy_with_as_many_replicas_is_moved():
+    other = rx.MirroredStrategy(["cpu:4", "cpu:5"])
+    out = other.run(lambda x: x * 2, (ids(TWO),))
+    assert [float(v) for v in out.values] == [2.0, 4.0]
+    assert out.array.sharding.device_set == set(other.mesh.devices.flat)
+
+
+@pytest.mark.parametrize("args", [jnp.ones(2), "ab", {"x": 1}, 3])
+def test_args_must_be_a_list_or_tuple(args):
+    with pytest.raises(ValueError, match="args must be a list or tuple"):
+        TWO.run(lambda *a: 0, args)
+
+
+def test_empty_arrays_bools_and_key_arrays_pass():
+    key = jax.random.key(0)
+    keys = TWO.experimental_distribute_values_from_function(
+        lambda c: jax.random.key(c.replica_id_in_sync_group)
+    )
+    empty = ids(TWO, (0, 3))
+    out = TWO.run(
+        lambda *a: a, (key, keys, empty, jnp.array(True), ids(TWO, (2,), np.bool_))
+    )
+    assert jax.random.key_data(out[0]).tolist() == [0, 0]
+    assert jax.random.key_data(out[1].values[1]).tolist() == [0, 1]
+    assert out[2].shape == (0, 3)
+    assert bool(out[3]) and out[4].dtype == bool
+
+
+# -- placement -----------------------------------------------------------------------
+
+
+def test_an_array_from_elsewhere_is_sent_once_and_not_again(monkeypatch):
+    sent = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, s: (sent.append(x), put(x, s))[1])
+    w = put(jnp.ones(5), jax.devices()[3])
+    x = ids(TWO, (5,))
+    sent.clear()
+    for _ in range(3):
+        TWO.run(lambda w, x: w * x, (w, x))
+    assert len(sent) == 1
+
+
+def test_what_was_placed_is_forgotten_with_its_original():
+    w = jnp.ones(5)
+    TWO.run(lambda w: w + 1, (w,))
+    key = id(w)
+    assert key in TWO.placer._placed
+    del w
+    gc.collect()
+    assert key not in TWO.placer._placed
+
+
+def test_a_numpy_array_changed_between_calls_is_sent_again():
+    w = np.zeros(1000, np.float32)
+    first = TWO.run(lambda w: w + 0, (w,))
+    w[:] = 5
+    second = TWO.run(lambda w: w + 0, (w,))
+    assert float(first[0]) == 0.0 and float(second[0]) == 5.0
+
+
+def test_outputs_of_a_step_enter_the_next_one_without_being_moved(monkeypatch):
+    def step(w, x):
+        return w + context().all_reduce("sum", x)
+
+    w, x = TWO.run(step, (jnp.zeros(3), ids(TWO, (3,)))), ids(TWO, (3,))
+    monkeypatch.setattr(jax, "device_put", None)
+    for _ in range(2):
+        w = TWO.run(step, (w, x))
+    assert w.tolist() == [9.0] * 3
+
+
+# -- caching -------------------------------------------------------------------------
+
+
+def test_a_step_defined_anew_in_a_loop_is_compiled_once():
+    traced = []
+
+    def make(scale, weights):
+        def loss(x):
+            return jnp.sum(x * weights) * scale
+
+        def step(x):
+            traced.append(1)
+            return loss(x)
+
+        return step
+
+    weights = jnp.ones(3)
+    for _ in range(4):
+        TWO.run(make(0.5, weights), (ids(TWO, (3,)),))
+    assert len(traced) == 1
+    TWO.run(make(0.25, weights), (ids(TWO, (3,)),))
+    assert len(traced) == 2
+    out = TWO.run(make(0.5, weights + 1), (ids(TWO, (3,)),))
+    assert len(traced) == 3
+    assert [float(v) for v in out.values] == [3.0, 6.0]
+
+
+def test_captured_negative_zero_is_not_zero():
+    def make(zero):
+        return lambda: jnp.copysign(1.0, zero)
+
+    assert float(TWO.run(make(0.0))) == 1.0
+    assert float(TWO.run(make(-0.0))) == -1.0
+
+
+def test_a_rebound_variable_of_the_enclosing_function_is_seen():
+    scale = jnp.float32(2)
+
+    def step(x):
+        return x * scale
+
+    x = ids(TWO)
+    assert [float(v) for v in TWO.run(step, (x,)).values] == [2, 4]
+    scale = jnp.float32(3)
+    assert [float(v) for v in TWO.run(step, (x,)).values] == [3, 6]
+
+
+def test_methods_partials_and_jitted_functions_are_compiled_once():
+    traced = []
+
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def step(self, x):
+            traced.append(1)
+            return x * self.scale
+
+    model, other = Model(2.0), Model(3.0)
+    jitted = jax.jit(lambda x: (traced.append(1), x)[1])
+    for _ in range(3):
+        TWO.run(model.step, (ids(TWO),))
+        out = TWO.run(other.step, (ids(TWO),))
+        TWO.run(functools.partial(lambda a, x: (traced.append(1), x)[1], 4), (1.0,))
+        TWO.run(jitted, (ids(TWO),))
+    assert [float(v) for v in out.values] == [3.0, 6.0]
+    # The lambda inside partial is one code object; jit traces once more by itself.
+    assert len(traced) == 4
+
+
+def test_a_recursive_step_has_a_key():
+    def step(x, depth="aa"):
+        return x if not depth else step(x, depth[1:]) + 1
+
+    assert [float(v) for v in TWO.run(step, (ids(TWO),)).values] == [3.0, 4.0]
+
+
+def test_many_traces_of_one_step_are_warned_about_once():
+    strategy = rx.MirroredStrategy(["cpu:0"])
+
+    def step(x):
+        return x
+
+    with pytest.warns(UserWarning, match=r"step .*was traced and compiled 16 times"):
+        for n in range(1, 17):
+            strategy.run(step, (jnp.zeros(n),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy.run(step, (jnp.zeros(20),))
+
+
+def test_what_a_dropped_strategy_compiled_is_freed():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    big = jnp.ones(1000)
+    strategy.run(lambda x: x * big, (ids(strategy),))
+    watch = weakref.ref(big)
+    del big, strategy
+    jax.clear_caches()
+    gc.collect()
+    assert watch() is None
+
+
+def test_programs_are_kept_up_to_a_number():
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    from replicax.strategies import run
+
+    for i in range(20):
+        exec(f"def f(x): return x + {i}", scope := {})
+        scope["f"].__module__ = "replicax.somewhere"  # internal: no warning
+        strategy.run(scope["f"], (1.0,))
+    assert len(strategy._runner._calls) == 20 <= run._MOST_CALLS_KEPT
+
+
+# -- donation ------------------------------------------------------------------------
+
+
+def sgd_step(w, x):
+    return jax.tree.map(lambda p: p - context().all_reduce("mean", x), w)
+
+
+def test_a_donated_argument_is_reused_and_the_callers_original_survives():
+    w = jnp.ones(4)
+    donate = rx.RunOptions(donate=0)
+    state = TWO.run(sgd_step, (w, ids(TWO, (4,))), options=donate)
+    assert w.tolist() == [1.0] * 4
+    again = TWO.run(sgd_step, (state, ids(TWO, (4,))), options=donate)
+    assert state.is_deleted()
+    assert again.tolist() == [-2.0] * 4
+
+
+def test_what_shares_memory_with_a_donated_array_survives():
+    w = jnp.arange(4.0)
+    placed = jax.device_put(w, TWO.placer.replicated)
+    for _ in range(2):
+        TWO.run(sgd_step, (placed, ids(TWO, (4,))), options=rx.RunOptions(donate=(0,)))
+    assert w.tolist() == placed.tolist() == [0, 1, 2, 3]
+
+
+def test_aliased_leaves_can_be_donated():
+    a = TWO.extended.broadcast_to(jnp.ones(4))
+    state = {"params": a, "ema": a}
+    out = TWO.run(sgd_step, (state, ids(TWO, (4,))), options=rx.RunOptions(donate=0))
+    out = TWO.run(sgd_step, (out, ids(TWO, (4,))), options=rx.RunOptions(donate=0))
+    np.testing.assert_allclose(out["ema"], -2.0)
+    np.testing.assert_allclose(out["params"], -2.0)
+
+
+def test_an_array_donated_and_also_passed_survives():
+    a = TWO.run(lambda x: x + 1, (jnp.ones(4),), options=rx.RunOptions(donate=0))
+    out = TWO.run(lambda s, k: (s + k, k), (a, a), options=rx.RunOptions(donate=0))
+    assert out[0].tolist() == [4.0] * 4
+    assert a.tolist() == [2.0] * 4
+
+
+def test_names_and_negative_positions_can_be_donated():
+    def step(a, *, b):
+        return a + 1, b + 1
+
+    options = rx.RunOptions(donate=(-1, "b"))
+    a, b = TWO.run(step, (jnp.ones(2),), {"b": jnp.ones(2)}, options)
+    TWO.run(step, (a,), {"b": b}, options)
+    assert a.is_deleted() and b.is_deleted()
+
+
+@pytest.mark.parametrize("donate", [3, "x", (0, 5)])
+def test_donating_an_argument_that_was_not_passed_is_refused(donate):
+    with pytest.raises(ValueError, match="donate names"):
+        TWO.run(lambda a: a, (1.0,), options=rx.RunOptions(donate=donate))
+
+
+@pytest.mark.parametrize("donate", [1.5, True, [0.5], None])
+def test_donate_of_another_type_is_refused(donate):
+    with pytest.raises(TypeError, match="donate names arguments"):
+        rx.RunOptions(donate=donate)
+
+
+def test_nothing_is_donated_when_the_step_raises():
+    a = TWO.run(lambda x: x + 1, (jnp.ones(4),), options=rx.RunOptions(donate=0))
+
+    def bad(x):
+        raise KeyError("boom")
+
+    with pytest.raises(KeyError, match="boom"):
+        TWO.run(bad, (a,), options=rx.RunOptions(donate=0))
+    assert a.tolist() == [2.0] * 4
+
+
+# -- divergence ----------------------------------------------------------------------
+
+
+def test_state_that_drifted_is_refused_when_it_comes_back():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(w * x))(w)
+
+    w = TWO.run(step, (jnp.ones(2), ids(TWO, (2,))))
+    assert isinstance(w, rx.PerReplica)
+    with pytest.raises(rx.ReplicaDivergenceError, match=r"mirrored value.*for: w\b"):
+        TWO.run(step, (w, ids(TWO, (2,))))
+    local = TWO.run(
+        step, (w, ids(TWO, (2,))), options=rx.RunOptions(allow_divergence=True)
+    )
+    assert [v.tolist() for v in local.values] == [[-1.0, -1.0], [-3.0, -3.0]]
+
+
+def test_data_may_be_plain_once_and_per_replica_later():
+    def evaluate(x):
+        return x * 2
+
+    TWO.run(evaluate, (jnp.ones(2),))
+    out = TWO.run(evaluate, (ids(TWO, (2,)),))
+    assert [v.tolist() for v in out.values] == [[2.0, 2.0], [4.0, 4.0]]
+
+
+def test_assert_mirrored_names_leaf_and_line_inside_a_step():
+    def step(w, x):
+        g = {"a": jax.grad(lambda w: jnp.sum(w * x))(w)}
+        rx.assert_mirrored(g)
+        return g
+
+    with pytest.raises(
+        rx.ReplicaDivergenceError, match=r"\['a'\] would differ.*test_run\.py:\d+"
+    ):
+        TWO.run(step, (jnp.ones(2), ids(TWO, (2,))))
+
+
+def test_assert_mirrored_passes_what_is():
+    def step(x):
+        return rx.assert_mirrored(context().all_reduce("sum", x))
+
+    assert float(TWO.run(step, (ids(TWO),))) == 3.0
+
+
+def test_a_collective_that_some_replicas_would_skip_is_refused():
+    def step(x):
+        return lax.cond(x > 1, lambda x: context().all_reduce("sum", x), lambda x: x, x)
+
+    with pytest.raises(rx.DivergentCollectiveError, match=r"test_run\.py:\d+"):
+        TWO.run(step, (ids(TWO),))
+
+
+def test_unequal_copies_of_an_argument_are_found_on_request():
+    parts = [jax.device_put(np.float32([i]), d) for i, d in enumerate(TWO.mesh.devices)]
+    bad = jax.make_array_from_single_device_arrays((1,), TWO.placer.replicated, parts)
+    options = rx.RunOptions(check_values=True)
+    with pytest.raises(rx.ReplicaDivergenceError, match=r"w\['k'\]"):
+        TWO.run(lambda w: w, ({"k": bad},), options=options)
+    TWO.run(lambda w: w, ({"k": jnp.ones(2)},), options=options)
+
+
+# -- the step's own world ------------------------------------------------------------
+
+
+def test_a_python_branch_on_the_replica_id_is_explained():
+    def step():
+        if context().replica_id_in_sync_group == 0:
+            return 1
+        return 2
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as e:
+        TWO.run(step)
+    assert "jnp.where(replica_id == 0" in "".join(e.value.__notes__)
+
+
+def test_randomness_differs_per_replica_and_is_reproducible():
+    def draw(key):
+        return jax.random.normal(key), jax.random.normal(context().fold_in(key))
+
+    key = jax.random.key(3)
+    same, own = EIGHT.run(draw, (key,))
+    assert isinstance(same, jax.Array)
+    assert len({float(v) for v in own.values}) == 8
+    _, fewer = TWO.run(draw, (key,))
+    assert [float(v) for v in fewer.values] == [float(v) for v in own.values[:2]]
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_arrays_that_a_step_captures_can_be_used_in_any_way(placed):
+    c = jnp.arange(12.0).reshape(4, 3)
+    if placed:
+        c = TWO.extended.broadcast_to(c)
+    i = jnp.array([2, 0])
+    uses = [
+        lambda j: c[0],
+        lambda j: c[1:3],
+        lambda j: c[i],
+        lambda j: c[j.astype(int)],
+        lambda j: jnp.where(c > 2, c, 0),
+        lambda j: c.at[0].set(1),
+        lambda j: jax.nn.one_hot(i, 4) @ c,
+        lambda j: c.T @ c,
+        lambda j: jnp.take(c, i, axis=0),
+        lambda j: lax.dynamic_slice(c, (j.astype(int), 0), (1, 3)),
+    ]
+    got = TWO.run(lambda j: [u(j) for u in uses], (ids(TWO),))
+    for r in range(2):
+        j = jnp.float32(r + 1)
+        for value, use in zip(got, uses, strict=True):
+            part = TWO.experimental_local_results(value)[-1 if r else 0]
+            np.testing.assert_array_equal(part, use(j))
+
+
+def test_captured_arrays_are_not_sent_at_each_call(monkeypatch):
+    c = jnp.arange(8.0)
+
+    def step(x):
+        return x * c
+
+    x = ids(TWO, (8,))
+    TWO.run(step, (x,))
+    monkeypatch.setattr(jax, "device_put", None)
+    assert TWO.run(step, (x,)).values[1].tolist() == (c * 2).tolist()
+
+
+def test_an_exception_of_the_step_arrives_unchanged_and_leaves_no_context():
+    class Boom(Exception):
+        pass
+
+    def step():
+        raise Boom("here")
+
+    with pytest.raises(Boom, match="here"):
+        TWO.run(step)
+    assert not rx.has_strategy()
+
+
+# -- inside and around transformations -----------------------------------------------
+
+
+def sum_step(x):
+    return context().all_reduce("sum", x * x)
+
+
+def test_run_inlines_in_an_outer_jit():
+    f = jax.jit(lambda x: TWO.run(sum_step, (x,)) + 1)
+    assert float(f(ids(TWO))) == 6.0
+    assert float(f(ids(TWO))) == 6.0
+
+
+def test_run_scans():
+    def train(w, x):
+        def body(w, _):
+            return w - TWO.run(sum_step, (x,)) * 0.5, w
+
+        return lax.scan(body, w, None, length=3)
+
+    w, history = jax.jit(train)(jnp.float32(10), ids(TWO))
+    assert float(w) == 2.5 and history.tolist() == [10.0, 7.5, 5.0]
+
+
+def test_a_scan_over_steps_inside_run():
+    def epoch(w, xs):
+        def body(w, x):
+            return w + context().all_reduce("sum", x), None
+
+        return lax.scan(body, w, xs)[0]
+
+    w = TWO.run(epoch, (jnp.zeros(()), ids(TWO, (4,))))
+    assert isinstance(w, jax.Array) and float(w) == 12.0
+
+
+def test_run_differentiates():
+    def loss(w, x):
+        return TWO.run(lambda w, x: context().all_reduce("sum", w * x), (w, x))
+
+    grad = jax.grad(loss)(jnp.float32(2), ids(TWO))
+    assert float(grad) == 3.0
+
+
+def test_run_under_vmap():
+    out = jax.vmap(lambda w: TWO.run(lambda w: context().all_reduce("sum", w), (w,)))(
+        jnp.arange(3.0)
+    )
+    assert out.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_a_step_that_captures_a_tracer_is_not_kept():
+    @jax.jit
+    def f(a):
+        return TWO.run(lambda x: x * a, (ids(TWO),))
+
+    assert [float(v) for v in f(jnp.float32(2)).values] == [2, 4]
+    assert [float(v) for v in jax.jit(lambda a: f(a))(jnp.float32(3)).values] == [3, 6]
+
+
+def test_an_outer_gradient_through_a_captured_value():
+    def loss(a):
+        out = TWO.run(lambda x: context().all_reduce("sum", x * a), (ids(TWO),))
+        return out**2
+
+    assert float(jax.grad(loss)(2.0)) == 36.0
+
+
+def test_run_under_another_mesh_of_the_user():
+    mesh = jax.make_mesh(
+        (4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[4:],
+    )
+    with jax.set_mesh(mesh):
+        assert float(TWO.run(sum_step, (ids(TWO),))) == 5.0
+
+
+def test_nested_jit_remat_and_custom_vjp_in_a_step():
+    @jax.custom_vjp
+    def clip(x):
+        return x
+
+    clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+    @jax.jit
+    def loss(w, x):
+        return jnp.sum(clip(jax.checkpoint(jnp.sin)(w * x)) * 10)
+
+    def step(w, x):
+        return context().all_reduce("mean", jax.grad(loss)(w, x))
+
+    out = TWO.run(step, (jnp.float32(0.0), ids(TWO)))
+    assert float(out) == 1.5
+
+
+def test_debug_callbacks_and_io_callbacks_run_once_a_replica():
+    seen = []
+
+    def step(x):
+        jax.debug.callback(lambda v: seen.append(float(v)), x)
+        return x
+
+    TWO.run(step, (ids(TWO),))
+    jax.effects_barrier()
+    assert sorted(seen) == [1.0, 2.0]
+
+
+# -- two strategies, two threads -----------------------------------------------------
+
+
+def test_overlapping_strategies_in_turn():
+    for _ in range(3):
+        assert float(TWO.run(sum_step, (ids(TWO),))) == 5.0
+        assert float(THREE.run(sum_step, (ids(THREE),))) == 14.0
+
+
+def test_overlapping_strategies_from_two_threads():
+    results, errors = {}, []
+
+    def work(strategy, expected):
+        try:
+            with strategy.scope():
+                x = ids(strategy)
+                got = {float(strategy.run(sum_step, (x,))) for _ in range(30)}
+            results[expected] = got
+        except Exception as e:
+            errors.append(e)
+
+    threads = [
+        threading.Thread(target=work, args=(s, e)) for s, e in ((TWO, 5.0), (THREE, 14.0))
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not errors
+    assert results == {5.0: {5.0}, 14.0: {14.0}}
+
+
+def test_a_tight_loop_of_collectives_does_not_starve_itself():
+    x = ids(EIGHT, (8,))
+    w = jnp.zeros(8)
+
+    def step(w, x):
+        return w + context().all_reduce("mean", x)
+
+    for _ in range(300):
+        w = EIGHT.run(step, (w, x))
+    assert w.tolist() == [300 * 4.5] * 8
+
+
+# -- the other strategies ------------------------------------------------------------
+
+
+def test_the_default_strategy_runs_a_step():
+    out = rx.get_strategy().run(lambda x: (x * 2, context().all_reduce("sum", x)), (3.0,))
+    assert [float(v) for v in out] == [6.0, 3.0]
+
+
+def test_one_device_strategy_runs_on_its_device():
+    strategy = rx.OneDeviceStrategy("cpu:3")
+    out = strategy.run(lambda x: x + 1, (jnp.ones(2),))
+    assert out.devices() == {jax.devices()[3]}
+
+
+def test_optax_state_stays_mirrored():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+
+    def step(params, opt, x):
+        g = jax.grad(lambda p: jnp.sum((x @ p["w"] + p["b"]) ** 2))(params)
+        updates, opt = tx.update(context().all_reduce("mean", g), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    state = (params, tx.init(params))
+    for _ in range(2):
+        state = THREE.run(
+            step, (*state, ids(THREE, (4, 3))), options=rx.RunOptions(donate=(0, 1))
+        )
+    rx.assert_mirrored(state)
+    for leaf in jax.tree.leaves(state):
+        copies = [np.asarray(s.data).tobytes() for s in leaf.addressable_shards]
+        assert len(set(copies)) == 1
