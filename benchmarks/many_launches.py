@@ -168,7 +168,7 @@ def check_memory(report: Report, options: argparse.Namespace) -> list[Check]:
         result, log = run_child(job, 2, options)
         if result is None:
             report.fact(f"memory, {who}", f"FAILED: {log[-500:]}")
-            checks.append(Check(what, float("inf"), bar))
+            checks.append(Check(f"failures, {what}", 1, 0))
             continue
         mib, arrays = result["mib"], result["arrays"]
         epochs = f"after epochs {', '.join(map(str, EPOCHS))}"

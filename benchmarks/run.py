@@ -40,6 +40,26 @@ def run_program(command: list[str], options: argparse.Namespace) -> dict | None:
         return json.loads(result.read_text())
 
 
+def markdown(reports: list[dict], checks: list[Check]) -> str:
+    """The summary as a Markdown table, under a line that says where it comes from."""
+    env = reports[-1]["environment"]
+    versions = {k: v for r in reports for k, v in r["environment"]["versions"].items()}
+    named = ", ".join(f"{k} {v}" for k, v in versions.items())
+    lines = [
+        f"{env['date']}, a {env['cores']}-core {env.get('device_kind', 'cpu').upper()}"
+        f" (load before the run {reports[0]['environment']['load_average']:.1f}); "
+        f"{named}.",
+        "",
+        "| | value | quartiles of single rounds | bar | |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for check in checks:
+        what, value, low, middle, high, bar, verdict = check.cells()
+        spread = f"{low} / {middle} / {high}" if low else ""
+        lines.append(f"| {what} | {value} | {spread} | {bar} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Runs the benchmarks and prints the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -52,6 +72,9 @@ def main() -> int:
         help="an interpreter that has TensorFlow (default: this one)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="also write the summary there"
+    )
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a bar is missed"
     )
@@ -68,6 +91,8 @@ def main() -> int:
     print_checks(f"Summary ({minutes:.1f} minutes)", checks)
     if options.json:
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    if options.markdown and whole:
+        options.markdown.write_text(markdown(whole, checks))
     failed = len(whole) < len(PROGRAMS)
     missed = any(check.met is False for check in checks)
     return int(failed or (options.check and missed))

@@ -77,10 +77,10 @@ def eval_step(model: ConvNet, batch: dict):
 
 def load_data() -> tuple[dict, dict]:
     """Returns the training set and the test set."""
-    digits = load_digits()
+    pixels, labels = load_digits(return_X_y=True)
     data = {
-        "image": (digits.images[..., None] / 16).astype(np.float32),
-        "label": digits.target.astype(np.int32),
+        "image": (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32),
+        "label": labels.astype(np.int32),
     }
     order = np.random.default_rng(0).permutation(len(data["label"]))
     train, test = order[:1440], order[1440:]
@@ -156,7 +156,7 @@ def max_abs_difference(model_a: ConvNet, model_b: ConvNet) -> float:
 
 def main() -> None:
     """Trains on several devices and on one, and compares."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=96, help="of all replicas")

@@ -24,7 +24,7 @@ def multiply(a_block, b_block):
 
 def main() -> None:
     """Multiplies on all replicas and checks the product against numpy's."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")
     args = parser.parse_args()
 

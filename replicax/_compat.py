@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.ref
 from jax._src import core as _core
+from jax.interpreters import ad, batching, mlir
 from jax._src.state.types import RefEffect as _RefEffect
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
@@ -52,6 +53,42 @@ def own_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         yield
+
+
+# -- collectives of one replica ------------------------------------------------------
+
+_TRANSPOSED = {
+    "all_reduce": "all_reduce",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+}
+
+collective_of_one_p = Primitive("collective_of_one")
+"""The identity, in place of a collective that has one replica to talk to.
+
+It compiles to nothing, and tells the replication proof what stands here when there are
+more replicas. Stands on ``jax.interpreters``, whose modules are public but moving.
+"""
+collective_of_one_p.def_impl(lambda x, collective: x)
+collective_of_one_p.def_abstract_eval(lambda x, collective: x)
+mlir.register_lowering(collective_of_one_p, lambda ctx, x, collective: [x])
+ad.deflinear2(
+    collective_of_one_p,
+    lambda ct, _, collective: [
+        collective_of_one_p.bind(ct, collective=_TRANSPOSED[collective])
+    ],
+)
+batching.defvectorized(collective_of_one_p)
+
+
+def collective_of_one(x: jax.Array, collective: str) -> jax.Array:
+    """Returns ``x``, marked as what a collective returned.
+
+    Args:
+      x: The one replica's array.
+      collective: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+    """
+    return collective_of_one_p.bind(x, collective=collective)
 
 
 # -- captured arrays -----------------------------------------------------------------

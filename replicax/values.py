@@ -167,7 +167,7 @@ class PerReplica(DistributedValues):
         Raises:
           PerReplicaError: The components have unequal dtypes.
         """
-        return self._common(jax.dtypes.result_type, "dtype", lambda a: a.dtype)
+        return self._common(_dtype_of, "dtype", lambda a: a.dtype)
 
     def _common(
         self,
@@ -224,7 +224,7 @@ class PerReplica(DistributedValues):
         Raises:
           PerReplicaError: There are several replicas.
         """
-        return self._only("a Python scalar").item()
+        return np.asarray(self._only("a Python scalar")).item()
 
     def __format__(self, spec: str) -> str:
         return str(self) if not spec else format(self._only("text"), spec)
@@ -259,6 +259,10 @@ class PerReplica(DistributedValues):
         self = cls.from_array(None)
         self._parts = tuple(children)
         return self
+
+
+def _dtype_of(part: Any) -> Any:
+    return jax.dtypes.result_type(part if hasattr(part, "dtype") else np.asarray(part))
 
 
 def _rows(array: Any) -> tuple[Any, ...]:

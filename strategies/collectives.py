@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicax import _compat
 from replicax.values import ReduceOp
 
 
@@ -106,21 +107,32 @@ def all_reduce(
     if not leaves:
         return value
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    # One psum of all leaves is one equation, which XLA combines as it sees fit.
-    totals = lax.psum([for_sum(a, op, accumulate_dtype) for a in arrays], axis_name)
+    summands = [for_sum(a, op, accumulate_dtype) for a in arrays]
+    totals = psum(summands, axis_name, num_replicas)
     return treedef.unflatten(
         after_sum(total, op, num_replicas, a.dtype)
         for total, a in zip(totals, arrays, strict=True)
     )
 
 
-def all_gather(value: Any, axis: int, axis_name: str) -> Any:
+def psum(tree: Any, axis_name: str, num_replicas: int) -> Any:
+    """Sums a nested structure of arrays over replicas, with nobody to ask if alone.
+
+    One psum of all leaves is one equation, which XLA combines as it sees fit.
+    """
+    if num_replicas == 1:
+        return jax.tree.map(lambda x: _compat.collective_of_one(x, "all_reduce"), tree)
+    return lax.psum(tree, axis_name)
+
+
+def all_gather(value: Any, axis: int, axis_name: str, num_replicas: int) -> Any:
     """Concatenates ``value`` over replicas along ``axis``, in replica order.
 
     Args:
       value: A nested structure of this replica's arrays, rank at least 1.
       axis: The dimension to concatenate on; negative counts from the end.
       axis_name: The mesh axis of the replicas.
+      num_replicas: Its size.
 
     Returns:
       The same structure, equal on all replicas, ``num_replicas`` times longer on
@@ -132,9 +144,10 @@ def all_gather(value: Any, axis: int, axis_name: str) -> Any:
 
     def gather(x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        return lax.all_gather(
-            x, axis_name, axis=normalize_axis(axis, x.ndim, "all_gather"), tiled=True
-        )
+        dim = normalize_axis(axis, x.ndim, "all_gather")
+        if num_replicas == 1:
+            return _compat.collective_of_one(x, "all_gather")
+        return lax.all_gather(x, axis_name, axis=dim, tiled=True)
 
     return jax.tree.map(gather, value)
 
@@ -170,9 +183,13 @@ def reduce_scatter(
                 f"so its length must be a multiple of {num_replicas}. Got shape "
                 f"{x.shape}. Pad it, or use all_reduce."
             )
-        total = lax.psum_scatter(
-            for_sum(x, op), axis_name, scatter_dimension=dim, tiled=True
-        )
+        summand = for_sum(x, op)
+        if num_replicas == 1:
+            total = _compat.collective_of_one(summand, "reduce_scatter")
+        else:
+            total = lax.psum_scatter(
+                summand, axis_name, scatter_dimension=dim, tiled=True
+            )
         return after_sum(total, op, num_replicas, x.dtype)
 
     return jax.tree.map(scatter, value)

@@ -52,7 +52,8 @@ class CrossDeviceOps:
           The reduced array.
 
         Raises:
-          TypeError: ``per_replica_value`` is no placed PerReplica, or not numeric.
+          TypeError: ``per_replica_value`` is no PerReplica, or not numeric.
+          PerReplicaError: Its components were given by hand and never placed.
           ValueError: ``destinations`` is none of the above.
         """
         del options

@@ -73,8 +73,7 @@ def resolve_device(device: jax.Device | str) -> jax.Device:
         if device.process_index != jax.process_index():
             raise DeviceError(
                 f"{device} belongs to process {device.process_index}, and this is "
-                f"process {jax.process_index()}. A MirroredStrategy uses the devices of "
-                "one process."
+                f"process {jax.process_index()}. Use the devices of this process."
             )
         return device
     if not isinstance(device, str):

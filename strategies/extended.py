@@ -12,6 +12,7 @@ from replicax.values import ReduceOp
 from .context import require_cross_replica
 from .cross_device_ops import check_destinations
 from .merge import TracedPerReplica, is_per_replica
+from .placement import stack
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -68,6 +69,7 @@ class StrategyExtended:
 
         Raises:
           ValueError: ``destinations`` is none of the above.
+          PerReplicaError: The components have unequal shapes.
           ContextError: Called inside a step or in another strategy's scope.
         """
         require_cross_replica(
@@ -77,7 +79,8 @@ class StrategyExtended:
         check_destinations(destinations)
         if not is_per_replica(value) or isinstance(value, TracedPerReplica):
             return self._strategy.reduce(op, value)
-        return self._strategy.cross_device_ops.reduce(op, value, destinations, options)
+        placed = stack(value, self._strategy.placer)
+        return self._strategy.cross_device_ops.reduce(op, placed, destinations, options)
 
     def batch_reduce_to(
         self,

@@ -289,15 +289,14 @@ class Program:
         """
         inputs = [x.kind is Kind.ROW for x in self._arrays]
         axis_name = self._strategy.axis_name
-        proof: Proof = prove(record.jaxpr, inputs, axis_name)
+        names = [x.name for x in self._arrays]
+        proof: Proof = prove(record.jaxpr, inputs, axis_name, names)
         _raise_problems(proof.problems)
         first_write = len(proof.varies) - len(record.writes)
         clauses = []
         for i, write in enumerate(record.writes, start=first_write):
             if proof.varies[i] and write.must_be_mirrored:
-                cause = blame.explain(
-                    record.jaxpr, inputs, i, [x.name for x in self._arrays], axis_name
-                )
+                cause = blame.explain(record.jaxpr, inputs, i, names, axis_name)
                 clauses.append(
                     f"{write.name} would differ between replicas: it {cause}"
                 )

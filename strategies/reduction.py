@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from replicax.errors import PerReplicaError
 from replicax.values import PerReplica, ReduceOp
@@ -46,6 +45,7 @@ def reduce(
     """Combines the replicas' values; see ``Strategy.reduce``."""
     axes = _as_axes(axis)
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
+    _check_replicas(strategy, (value, weights), "reduce")
     weights_of = _weights_for(weights, len(leaves), treedef)
     how = {"op": op, "axes": axes, "accumulate_dtype": accumulate_dtype}
     reduced: list[Any] = [None] * len(leaves)
@@ -99,7 +99,6 @@ def _reduce_on_one_device(
             how["op"],
             strategy.num_replicas_in_sync if count is None else combined(count),
             dtype,
-            how["accumulate_dtype"],
         )
         for total, count, dtype in partials
     ]
@@ -115,12 +114,13 @@ def _reduce_step(
 ) -> list[Any]:
     """Reduces one replica's rows together with the other replicas'."""
     partials = _partial_step(rows, op, axes, accumulate_dtype)
-    totals, weights = lax.psum(
+    totals, weights = collectives.psum(
         (
             [total for total, _, _ in partials],
             {i: c for i, (_, c, _) in enumerate(partials) if isinstance(c, jax.Array)},
         ),
         axis_name,
+        num_replicas,
     )
     return [
         collectives.after_sum(
@@ -128,7 +128,6 @@ def _reduce_step(
             op,
             weights.get(i, num_replicas * (1 if count is None else count)),
             dtype,
-            accumulate_dtype,
         )
         for i, (total, (_, count, dtype)) in enumerate(
             zip(totals, partials, strict=True)
@@ -155,15 +154,24 @@ def _partial(
     if axes is not None:
         axes = tuple(collectives.normalize_axis(a, x.ndim, "reduce") for a in axes)
     if weights is not None:
-        w = _aligned(jnp.asarray(weights), x, axes)
-        total, count = total * w, jnp.broadcast_to(w, x.shape)
+        w = _aligned(_as_counts(jnp.asarray(weights)), x, axes)
+        # What has no weight may hold anything, such as the NaN of a padded row.
+        total = jnp.where(w == 0, 0, total * w)
+        count = jnp.broadcast_to(w, x.shape)
         if axes is not None:
-            total, count = jnp.sum(total, axes), jnp.sum(count, axes)
-        return total, count, total.dtype
+            total, count = (jnp.sum(a, axes, dtype=a.dtype) for a in (total, count))
+        return total, count, x.dtype
     if axes is None:
         return total, None, x.dtype
     count = math.prod(x.shape[a] for a in axes)
     return jnp.sum(total, axes, dtype=total.dtype), count, x.dtype
+
+
+def _as_counts(weights: jax.Array) -> jax.Array:
+    """Weights in a dtype that many of them can be summed in."""
+    if not jnp.issubdtype(weights.dtype, jnp.inexact):
+        return weights.astype(jnp.int32)
+    return weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
 
 
 def _aligned(weights: jax.Array, x: jax.Array, axes: Axes) -> jax.Array:
@@ -209,20 +217,18 @@ def _reduce_ragged(
     axes: Axes,
     accumulate_dtype: Any,
 ) -> jax.Array:
-    """Reduces components of unequal shape: first each for itself, then together."""
+    """Reduces components of unequal shape or dtype: each for itself, then together."""
     parts = [as_array(p) for p in value.values]
+    for part in parts:
+        collectives.check_reducible(part.dtype, op)
     shapes = ", ".join(f"replica {i}: {np.shape(p)}" for i, p in enumerate(parts))
-    if axes is None:
+    if axes is None and len({p.shape for p in parts}) > 1:
         raise PerReplicaError(
             "Reducing over replicas only (axis=None) works element by element, so the "
             f"components need equal shapes. Got {shapes}. Name the axis to reduce "
             "as well, for example axis=0."
         )
     devices = strategy.mesh.devices.flat
-    if len(parts) != len(devices):
-        raise PerReplicaError(
-            f"The strategy has {len(devices)} replicas. Got {len(parts)} components."
-        )
     weight_parts = (
         weights.values if isinstance(weights, PerReplica) else [weights] * len(parts)
     )
@@ -244,10 +250,11 @@ def _reduce_ragged(
         row = PerReplica.from_array(rows)
         return reduce(strategy, ReduceOp.SUM, row, None, None, None)
 
-    count = sum(counts) if weights is None else combined(counts)
-    return collectives.after_sum(
-        combined(totals), op, count, dtypes[0], accumulate_dtype
-    )
+    if weights is not None:
+        count = combined(counts)
+    else:
+        count = len(parts) if axes is None else sum(counts)
+    return collectives.after_sum(combined(totals), op, count, dtypes[0])
 
 
 def _as_axes(axis: int | Sequence[int] | None) -> Axes:
@@ -283,15 +290,21 @@ def _weights_for(weights: Any, num_leaves: int, treedef: Any) -> list[Any]:
 
 def gather(strategy: Strategy, value: Any, axis: int) -> Any:
     """Concatenates the replicas' values; see ``Strategy.gather``."""
+    _check_replicas(strategy, value, "gather")
 
     def gather_leaf(x: Any) -> Any:
         if not is_per_replica(x):
             return x
         if isinstance(x, TracedPerReplica):
-            return collectives.all_gather(x.local, axis, strategy.axis_name)
+            return collectives.all_gather(
+                x.local, axis, strategy.axis_name, strategy.num_replicas_in_sync
+            )
         if _is_uniform(x):
             step = functools.partial(
-                collectives.all_gather, axis=axis, axis_name=strategy.axis_name
+                collectives.all_gather,
+                axis=axis,
+                axis_name=strategy.axis_name,
+                num_replicas=strategy.num_replicas_in_sync,
             )
             return strategy.run(step, (x,), options=_ANY_KIND)
         return _gather_ragged(strategy, x, axis)
@@ -312,6 +325,17 @@ def _gather_ragged(strategy: Strategy, value: PerReplica, axis: int) -> Any:
     whole = np.concatenate(parts, axis)
     # Strings and objects have no place on a device.
     return strategy.placer.mirrored(whole) if is_numeric(whole) else whole
+
+
+def _check_replicas(strategy: Strategy, tree: Any, call: str) -> None:
+    """Raises if a per-replica value belongs to another number of replicas."""
+    wanted = strategy.num_replicas_in_sync
+    for x in jax.tree.leaves(tree, is_leaf=is_per_replica):
+        if is_per_replica(x) and x.num_replicas != wanted:
+            raise PerReplicaError(
+                f"The strategy has {wanted} replicas. {call} got a PerReplica that "
+                f"holds {x.num_replicas} components."
+            )
 
 
 def _is_uniform(value: PerReplica) -> bool:

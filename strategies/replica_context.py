@@ -157,7 +157,9 @@ class ReplicaContext:
         del options
         if self._is_alone("all_gather"):
             return jax.tree.map(jnp.asarray, value)
-        return collectives.all_gather(value, axis, self._strategy.axis_name)
+        return collectives.all_gather(
+            value, axis, self._strategy.axis_name, self.num_replicas_in_sync
+        )
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0

@@ -108,6 +108,7 @@ ProblemKind: TypeAlias = Literal[
     "assert_mirrored",
 ]
 
+
 class Divergence(NamedTuple):
     """A ``cond`` or ``while`` that replicas may pass through in different ways."""
 

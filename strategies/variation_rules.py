@@ -65,8 +65,12 @@ def rule_for(primitive: core.Primitive) -> Rule:
     rule = _known.get(primitive)
     if rule is None:
         # A name says what a primitive does only if JAX gave it.
-        ours = _compat.is_jax_primitive(primitive)
-        rule = RULES.get(primitive.name, elementary) if ours else unknown
+        if primitive is _compat.collective_of_one_p:
+            rule = collective_of_one
+        elif _compat.is_jax_primitive(primitive):
+            rule = RULES.get(primitive.name, elementary)
+        else:
+            rule = unknown
         _known[primitive] = rule
     return rule
 
@@ -177,6 +181,17 @@ def makes_equal(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[V
         return _grouped(walk, eqn, operands)
     walk.collective(eqn)
     return [None] * len(eqn.outvars)
+
+
+def collective_of_one(
+    walk: Walk, eqn: core.JaxprEqn, operands: list[Value]
+) -> list[Value]:
+    """What stands for a collective with one replica: the kinds are as with many."""
+    walk.collective(eqn)
+    if eqn.params["collective"] == "reduce_scatter":
+        what = _COLLECTIVE.format(name="reduce_scatter")
+        return [walk.origin(eqn, what)]
+    return [None]
 
 
 _UNKNOWN = "the primitive {name}, which is not one of JAX's own"

@@ -68,6 +68,31 @@ def test_captured_arrays_lose_their_mesh_only_while_asked():
     assert str(jax.typeof(placed)) == before
 
 
+@pytest.mark.parametrize(
+    ("collective", "gradient"),
+    [
+        ("all_reduce", "all_reduce"),
+        ("all_gather", "reduce_scatter"),
+        ("reduce_scatter", "all_gather"),
+    ],
+)
+def test_a_collective_of_one_is_the_identity_under_every_transformation(
+    collective, gradient
+):
+    def f(x):
+        return _compat.collective_of_one(x * 2, collective)
+
+    x = jnp.arange(3.0)
+    assert f(x).tolist() == jax.jit(f)(x).tolist() == [0, 2, 4]
+    assert jax.vmap(f)(x).tolist() == [0, 2, 4]
+    assert jax.grad(lambda x: f(x).sum())(x).tolist() == [2, 2, 2]
+    assert jax.jvp(f, (x,), (x,))[1].tolist() == [0, 2, 4]
+    assert jax.grad(lambda x: jax.checkpoint(f)(x).sum())(x).tolist() == [2, 2, 2]
+    text = str(jax.make_jaxpr(jax.grad(lambda x: f(x).sum()))(x))
+    assert f"collective={gradient}" in text
+    assert "custom_call" not in jax.jit(f).lower(x).compile().as_text()
+
+
 def test_the_hook_survives_exceptions():
     with pytest.raises(KeyError), _compat.captured_arrays_as_constants():
         raise KeyError

@@ -220,7 +220,9 @@ def test_a_metric_of_an_unknown_rule_is_refused():
         def update(self, x):
             self.top[...] = jnp.maximum(self.top[...], jnp.max(x))
 
-    with pytest.raises(rx.ReplicaDivergenceError, match=r"metric.*\(Largest\).*Average"):
+    with pytest.raises(
+        rx.ReplicaDivergenceError, match=r"metric.*\(Largest\).*Average"
+    ):
         TWO.run(lambda metric, x: metric.update(x), (Largest(), split(TWO, X)))
 
 

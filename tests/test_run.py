@@ -107,6 +107,36 @@ def test_one_replica_holds_no_collective():
     assert not re.findall(r"all-(?:reduce|gather)|reduce-scatter", text)
 
 
+def test_the_kinds_of_gradients_do_not_depend_on_the_number_of_replicas():
+    def step(x):
+        ctx = context()
+
+        def kinds(f):
+            return jax.grad(lambda x: jnp.sum(f(x) * x[0]))(x)
+
+        return [
+            kinds(lambda x: ctx.all_reduce("sum", x)),
+            jax.grad(lambda y: jnp.sum(ctx.all_reduce("sum", y) * x))(x),
+            jax.grad(lambda y: jnp.sum(ctx.all_gather(y)))(x),
+            jax.grad(lambda y: jnp.sum(ctx.reduce_scatter("sum", y) * x[0]))(x),
+            ctx.all_gather(x),
+            ctx.reduce_scatter("mean", x),
+            lax.scan(lambda c, x: (c + ctx.all_reduce("sum", x), c), 0.0, x)[0],
+        ]
+
+    kinds = [[type(o) for o in s.run(step, (ids(s, (6,)),))] for s in (ONE, TWO, THREE)]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert {rx.PerReplica, type(jnp.ones(1))} == set(kinds[0])
+
+
+def test_one_replica_would_skip_no_collective_but_is_refused_as_many_are():
+    def step(x):
+        return lax.cond(x > 1, lambda x: context().all_reduce("sum", x), lambda x: x, x)
+
+    with pytest.raises(rx.DivergentCollectiveError, match=r"test_run\.py:\d+"):
+        ONE.run(step, (ids(ONE),))
+
+
 def test_a_step_of_two_replicas_holds_exactly_its_one_collective():
     def step(w, x):
         g = jax.grad(lambda w: jnp.sum((x * w["a"] + w["b"]) ** 2))(w)
@@ -122,7 +152,9 @@ def test_a_step_of_two_replicas_holds_exactly_its_one_collective():
 def compiled_text(strategy, fn, *args):
     run = jax.jit(lambda *a: strategy.run(fn, a))
     placed = [
-        a if isinstance(a, rx.PerReplica) else strategy.extended.broadcast_to(a)
+        a
+        if isinstance(a, rx.PerReplica)
+        else strategy.extended.broadcast_to(a)
         if isinstance(a, jax.Array)
         else jax.tree.map(strategy.extended.broadcast_to, a)
         for a in args
@@ -728,7 +760,9 @@ def test_an_outer_gradient_through_a_captured_value():
 
 def test_run_under_another_mesh_of_the_user():
     mesh = jax.make_mesh(
-        (4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,),
+        (4,),
+        ("model",),
+        axis_types=(jax.sharding.AxisType.Auto,),
         devices=jax.devices()[4:],
     )
     with jax.set_mesh(mesh):
@@ -787,7 +821,8 @@ def test_overlapping_strategies_from_two_threads():
             errors.append(e)
 
     threads = [
-        threading.Thread(target=work, args=(s, e)) for s, e in ((TWO, 5.0), (THREE, 14.0))
+        threading.Thread(target=work, args=(s, e))
+        for s, e in ((TWO, 5.0), (THREE, 14.0))
     ]
     for t in threads:
         t.start()
@@ -813,7 +848,9 @@ def test_a_tight_loop_of_collectives_does_not_starve_itself():
 
 
 def test_the_default_strategy_runs_a_step():
-    out = rx.get_strategy().run(lambda x: (x * 2, context().all_reduce("sum", x)), (3.0,))
+    out = rx.get_strategy().run(
+        lambda x: (x * 2, context().all_reduce("sum", x)), (3.0,)
+    )
     assert [float(v) for v in out] == [6.0, 3.0]
 
 
