@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.ref
 from jax._src import core as _core
-from jax.interpreters import ad, batching, mlir
 from jax._src.state.types import RefEffect as _RefEffect
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 def is_tracing() -> bool:

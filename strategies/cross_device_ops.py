@@ -202,9 +202,12 @@ class ReductionToOneDevice(CrossDeviceOps):
           value: A per-replica value.
 
         Returns:
-          What ``accumulation_fn`` makes of the components.
+          What ``accumulation_fn`` makes of the components. In a ``jax.jit``, where
+          arrays have no device yet, XLA chooses the place.
         """
         parts = value.values
+        if any(isinstance(p, jax.core.Tracer) for p in parts):
+            return self.accumulation_fn(list(parts))
         if self.reduce_to_device is not None:
             device = resolve_device(self.reduce_to_device)
         elif isinstance(parts[0], jax.Array):

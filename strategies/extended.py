@@ -79,8 +79,10 @@ class StrategyExtended:
         check_destinations(destinations)
         if not is_per_replica(value) or isinstance(value, TracedPerReplica):
             return self._strategy.reduce(op, value)
-        placed = stack(value, self._strategy.placer)
-        return self._strategy.cross_device_ops.reduce(op, placed, destinations, options)
+        value = stack(value, self._strategy.placer)
+        if is_per_replica(destinations) and not destinations.is_stacked:
+            destinations = value  # what was given by hand goes to all replicas
+        return self._strategy.cross_device_ops.reduce(op, value, destinations, options)
 
     def batch_reduce_to(
         self,
@@ -112,9 +114,20 @@ class StrategyExtended:
             device or its name.
 
         Returns:
-          The mirrored array.
+          The mirrored array. A traced array is mirrored already and returned as it is.
+
+        Raises:
+          TypeError: ``tensor`` is a PerReplica.
+          ValueError: ``destinations`` is none of the above.
         """
-        if isinstance(tensor, (int, float)):
+        if is_per_replica(tensor):
+            raise TypeError(
+                "broadcast_to copies one array to all replicas. Got a PerReplica, "
+                "which holds one for each: combine it first, for example with `reduce`."
+            )
+        if destinations is not None:
+            check_destinations(destinations)
+        if isinstance(tensor, (int, float, jax.core.Tracer)):
             return tensor
         if isinstance(destinations, (str, jax.Device)):
             return self._strategy.cross_device_ops.broadcast(tensor, destinations)

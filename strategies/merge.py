@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax import lax
 
+from replicax.errors import PerReplicaError
 from replicax.values import PerReplica
 
 if TYPE_CHECKING:
@@ -104,9 +105,34 @@ def join_replicas(tree: Any, strategy: Strategy) -> Any:
 
 
 def split_for_replica(tree: Any) -> Any:
-    """Hands each replica its component of the per-replica leaves of ``tree``."""
+    """Turns per-replica values that :func:`join_replicas` made into traced leaves."""
 
     def split(x: Any) -> Any:
         return x.local if isinstance(x, TracedPerReplica) else x
 
     return jax.tree.map(split, tree, is_leaf=is_per_replica)
+
+
+def component_for_replica(tree: Any, strategy: Strategy) -> Any:
+    """Hands each replica its component of the per-replica leaves of ``tree``.
+
+    Raises:
+      PerReplicaError: A leaf holds another number of components.
+      ValueError: Its components have unequal shapes.
+    """
+
+    def component(x: Any) -> Any:
+        if isinstance(x, TracedPerReplica):
+            return x.local
+        if not isinstance(x, PerReplica):
+            return x
+        if x.num_replicas != strategy.num_replicas_in_sync:
+            raise PerReplicaError(
+                f"The merge function returned a PerReplica of {x.num_replicas} "
+                f"components to {strategy.num_replicas_in_sync} replicas."
+            )
+        rows = x.array if x.is_stacked else jax.numpy.stack(x.values)
+        replica_id = lax.axis_index(strategy.axis_name)
+        return lax.dynamic_index_in_dim(rows, replica_id, keepdims=False)
+
+    return jax.tree.map(component, tree, is_leaf=is_per_replica)

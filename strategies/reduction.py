@@ -88,7 +88,7 @@ def _reduce_on_one_device(
     def combined(x: Any) -> Any:
         if not isinstance(x, PerReplica):  # the same on all replicas
             x = PerReplica([x] * strategy.num_replicas_in_sync)
-        return strategy.placer.mirrored(strategy.cross_device_ops.accumulate(x))
+        return strategy.extended.broadcast_to(strategy.cross_device_ops.accumulate(x))
 
     partials = strategy.run(
         functools.partial(_partial_step, **how), (rows,), options=_ANY_KIND

@@ -15,7 +15,7 @@ from replicax.values import ReduceOp
 
 from . import collectives
 from .context import cross_replica, in_replica, require_current
-from .merge import join_replicas, split_for_replica
+from .merge import component_for_replica, join_replicas
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -156,7 +156,7 @@ class ReplicaContext:
         """
         del options
         if self._is_alone("all_gather"):
-            return jax.tree.map(jnp.asarray, value)
+            return _checked(value, axis, "all_gather")
         return collectives.all_gather(
             value, axis, self._strategy.axis_name, self.num_replicas_in_sync
         )
@@ -183,7 +183,7 @@ class ReplicaContext:
           ContextError: Called outside of this context's step.
         """
         if self._is_alone("reduce_scatter"):
-            return _alone(reduce_op, value)
+            return _alone(reduce_op, _checked(value, axis, "reduce_scatter"))
         return collectives.reduce_scatter(
             reduce_op,
             value,
@@ -240,6 +240,8 @@ class ReplicaContext:
 
         Raises:
           ContextError: Called outside of this context's step.
+          PerReplicaError: ``merge_fn`` returned a PerReplica of another number of
+            replicas.
         """
         require_current(self, "merge_call")
         args, kwargs = tuple(args), dict(kwargs or {})
@@ -247,7 +249,8 @@ class ReplicaContext:
             if self._replica_id is not None:
                 return merge_fn(self._strategy, *args, **kwargs)
             args, kwargs = join_replicas((args, kwargs), self._strategy)
-            return split_for_replica(merge_fn(self._strategy, *args, **kwargs))
+            merged = merge_fn(self._strategy, *args, **kwargs)
+            return component_for_replica(merged, self._strategy)
 
     def _is_alone(self, call: str) -> bool:
         """Whether this is a hand-made context: then there is nobody to talk to."""
@@ -261,6 +264,14 @@ class ReplicaContext:
                 "function passed to `strategy.run`."
             )
         return True
+
+
+def _checked(value: Any, axis: int, call: str) -> Any:
+    """The arrays of ``value``, if all of them have the dimension ``axis``."""
+    arrays = jax.tree.map(jnp.asarray, value)
+    for x in jax.tree.leaves(arrays):
+        collectives.normalize_axis(axis, x.ndim, call)
+    return arrays
 
 
 def _alone(op: ReduceOp | str, value: Any) -> Any:

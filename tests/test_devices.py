@@ -5,9 +5,9 @@ import sys
 
 import jax
 import pytest
+from replicax.strategies.devices import device_name, resolve_device
 
 import replicax as rx
-from replicax.strategies.devices import device_name, resolve_device
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_bare_device_is_refused(devices):
 
 
 def test_other_types_are_refused():
-    with pytest.raises(TypeError, match="jax.Device or a string"):
+    with pytest.raises(TypeError, match=r"jax\.Device or a string"):
         rx.MirroredStrategy([0, 1])
     with pytest.raises(TypeError, match="CrossDeviceOps"):
         rx.MirroredStrategy(["cpu:0"], cross_device_ops="nccl")
@@ -90,7 +90,7 @@ def test_the_number_of_virtual_devices_is_checked(number):
 def test_virtual_devices_asked_for_too_late_are_refused():
     jax.devices()
     rx.set_virtual_devices(8)  # there are so many already
-    with pytest.raises(rx.DeviceError, match="too late.*8 CPU.*JAX_NUM_CPU_DEVICES=3"):
+    with pytest.raises(rx.DeviceError, match=r"too late.*8 CPU.*JAX_NUM_CPU_DEVICES=3"):
         rx.set_virtual_devices(3)
 
 
