@@ -52,7 +52,7 @@ def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     if is_per_replica(value):
         return value.values
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
-    if jax.tree_util.treedef_is_leaf(treedef) or value is None:
+    if treedef == jax.tree.structure(0) or value is None:
         return (value,)
     columns = [
         x.values if is_per_replica(x) else (x,) * strategy.num_replicas_in_sync

@@ -196,14 +196,9 @@ class TreeCall(_Call):
             _variable_leaf(leaf, x) if is_variable(x) else leaf
             for leaf, x in zip(described, found, strict=True)
         ]
-        self._call = ProgramCall(
-            runner,
-            fn,
-            described,
-            TreeLift(
-                replica_structure((args, kwargs)), _slots((args, kwargs), described)
-            ),
-        )
+        self._slots = _slots((args, kwargs), described)
+        lift = TreeLift(replica_structure((args, kwargs)), self._slots)
+        self._call = ProgramCall(runner, fn, described, lift)
         self._graph_call: GraphCall | None = None
 
     def __call__(
@@ -214,15 +209,22 @@ class TreeCall(_Call):
             variables = _live_variables((args, kwargs))
             if len({id(v) for v in variables}) == len(variables):
                 try:
-                    out, values, written = self._call.launch(leaves, options)
+                    return self._launch(leaves, variables, options)
                 except _StructureChanged:
                     self._graph_call = GraphCall(self._runner, self._fn)
-                else:
-                    for i, value in zip(written, values, strict=True):
-                        variables[i].set_raw_value(value)
-                    return out
         graph_call = self._graph_call or GraphCall(self._runner, self._fn)
         return graph_call(leaves, args, kwargs, options)
+
+    def _launch(
+        self, leaves: list[Any], variables: list[Any], options: RunOptions
+    ) -> Any:
+        out, values, written = self._call.launch(leaves, options)
+        for variable, slot in zip(variables, self._slots, strict=True):
+            if leaves[slot.leaf] is not variable.get_raw_value():
+                variable.set_raw_value(leaves[slot.leaf])  # placed on the devices
+        for i, value in zip(written, values, strict=True):
+            variables[i].set_raw_value(value)
+        return out
 
 
 def _variable_leaf(leaf: Leaf, variable: Any) -> Leaf:

@@ -74,7 +74,7 @@ class Placer:
         return self._placed_as(x, self.per_replica)
 
     def _placed_as(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        if x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim):
+        if self.lies_as(x, sharding):
             return x
         known = self._placed.get(id(x))
         if known is not None and known[0]() is x and not known[1].is_deleted():
@@ -85,9 +85,17 @@ class Placer:
         return placed
 
     def lies_as(self, x: Any, sharding: NamedSharding) -> bool:
-        """Whether ``x`` is an array that lies as ``sharding`` says already."""
+        """Whether ``x`` is an array that lies as ``sharding`` says already.
+
+        On one device, a sharding of another class is not good enough: it would be the
+        same memory, but another program.
+        """
         return isinstance(x, jax.Array) and (
-            x.sharding is sharding or x.sharding.is_equivalent_to(sharding, x.ndim)
+            x.sharding is sharding
+            or (
+                isinstance(x.sharding, NamedSharding)
+                and x.sharding.is_equivalent_to(sharding, x.ndim)
+            )
         )
 
     # -- donation --------------------------------------------------------------------
@@ -126,7 +134,7 @@ class Placer:
         """
         unequal = []
         for name, x in named:
-            if not isinstance(x, jax.Array) or not self.lies_as(x, self.replicated):
+            if isinstance(x, jax.core.Tracer) or not self.lies_as(x, self.replicated):
                 continue
             if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x = jax.random.key_data(x)

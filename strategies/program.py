@@ -122,11 +122,12 @@ class Program:
 
     # -- launching -------------------------------------------------------------------
 
-    def launch(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
+    def launch(self, leaves: list[Any]) -> tuple[Any, list[Any], Any]:
         """Runs the step on concrete arguments.
 
         Args:
-          leaves: The flattened arguments.
+          leaves: The flattened arguments. Those that had to be placed are replaced by
+            what they became.
 
         Returns:
           The outputs, the new values of written state, and what the lift needs to
@@ -140,6 +141,7 @@ class Program:
             if sharding is not None and getattr(x, "sharding", None) is not sharding:
                 arrays[i] = placed = self._place(i, x)
                 self._last_shardings[i] = placed.sharding
+                leaves[self._positions[i]] = placed
         outputs, states, notes = self._call(self._jitted_donating, arrays)
         if self._donated:
             self._placer.own(jax.tree.leaves((outputs, states)))

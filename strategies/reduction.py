@@ -275,7 +275,7 @@ def _as_axes(axis: int | Sequence[int] | None) -> Axes:
 def _weights_for(weights: Any, num_leaves: int, treedef: Any) -> list[Any]:
     """Returns the weights of each leaf: one for all, or a structure of them."""
     found, structure = jax.tree.flatten(weights, is_leaf=is_per_replica)
-    if weights is None or jax.tree_util.treedef_is_leaf(structure):
+    if weights is None or structure == jax.tree.structure(0):
         return [weights] * num_leaves
     if structure != treedef:
         raise ValueError(

@@ -23,6 +23,7 @@ from replicax.errors import ReplicaDivergenceError
 from replicax.values import PerReplica
 
 from .arguments import Kind, check_static, describe_leaves
+from .captured_state import captured_variables, have_changed
 from .function_key import function_key, static_key
 from .merge import is_per_replica, replica_structure
 from .options import RunOptions
@@ -69,7 +70,7 @@ class Runner:
         types = tuple(map(type, leaves))
         key = (fn_key, treedef, types, options.donate)
         call = self._calls.get(key)
-        if call is None:
+        if call is None or (call.watched and have_changed(call.watched)):
             call = self._plan(fn, args, kwargs, options, key, leaves, references)
         elif len(self._calls) > _MOST_CALLS_KEPT // 2:
             with contextlib.suppress(KeyError):  # another thread may just drop it
@@ -94,6 +95,7 @@ class Runner:
             self._guard_mirrored(fn, args, kwargs, options, key[0], references)
             call = self._plan_program(fn, args, kwargs, options)
         call.references = references
+        call.watched = captured_variables(fn)
         tracing = any(isinstance(x, jax.core.Tracer) for x in (*references, *leaves))
         if not tracing:
             with self._lock:
@@ -176,8 +178,8 @@ class Runner:
             warnings.warn(
                 f"{fn.__qualname__} ({code.co_filename}:{code.co_firstlineno}) was "
                 f"traced and compiled {_MANY_TRACES} times. Usual causes: an array or "
-                "object that it captures is made anew for each call (pass it as an "
-                "argument), a bool, string or function among its arguments keeps "
+                "object that it captures is made anew or changed for each call (pass it as "
+                "an argument), a bool, string or function among its arguments keeps "
                 "changing, or shapes keep changing (pad them to a few sizes).",
                 stacklevel=2,
             )
@@ -205,6 +207,7 @@ class _Call:
     """What to do for one function and structure of arguments."""
 
     references: list[Any]
+    watched: list[tuple[Any, Any]]
     forget: Callable[[], Any]
 
     def __call__(

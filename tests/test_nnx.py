@@ -378,6 +378,45 @@ def test_a_captured_module_may_be_read():
     np.testing.assert_allclose(np.concatenate(out.values), model(X), rtol=1e-5)
 
 
+scale = nnx.Variable(jnp.array(2.0))
+
+
+def scaled_by_global(x):
+    return x * scale[...]
+
+
+def test_a_captured_module_that_changed_is_not_seen_as_it_was():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    class Evaluator:
+        def __init__(self):
+            self.models = [model]
+
+        def step(self, x):
+            return self.models[0](x)
+
+    steps = [lambda x: model(x), Evaluator().step]
+    for _ in range(2):
+        for step in steps:
+            out = TWO.run(step, (split(TWO, X),))
+            np.testing.assert_allclose(np.concatenate(out.values), model(X), rtol=1e-5)
+        model.kernel[...] = model.kernel[...] + 1
+    x = split(TWO, X)
+    TWO.run(lambda x: scaled_by_global(x), (x,))
+    scale[...] = 3.0
+    out = TWO.run(lambda x: scaled_by_global(x), (x,))
+    np.testing.assert_allclose(np.concatenate(out.values), X * 3, rtol=1e-6)
+
+
+def test_a_model_that_is_only_read_is_placed_once_and_for_good():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    TWO.run(lambda m, x: m(x), (model, split(TWO, X)))
+    kernel = model.kernel.get_value()
+    assert kernel.sharding.device_set == set(TWO.mesh.devices.flat)
+    TWO.run(lambda m, x: m(x), (model, split(TWO, X)))
+    assert model.kernel.get_value() is kernel
+
+
 def test_states_of_objects_are_pytrees_like_others():
     model = MLP(nnx.Rngs(0))
     graphdef, state = nnx.split(model, nnx.Param, ...)[0:2]

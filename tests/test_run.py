@@ -369,6 +369,20 @@ def test_outputs_of_a_step_enter_the_next_one_without_being_moved(monkeypatch):
 # -- caching -------------------------------------------------------------------------
 
 
+@ALL
+def test_a_loop_over_its_own_outputs_is_traced_once(strategy):
+    traced = []
+
+    def step(w, x):
+        traced.append(1)
+        return w + context().all_reduce("sum", x)
+
+    w = jnp.zeros(3)
+    for _ in range(3):
+        w = strategy.run(step, (w, ids(strategy, (3,))))
+    assert len(traced) == 1
+
+
 def test_a_step_defined_anew_in_a_loop_is_compiled_once():
     traced = []
 

@@ -1,0 +1,91 @@
+"""nnx objects that a step captures instead of taking them as arguments.
+
+What a step captures is compiled into its program as constants. An nnx object is made
+to be changed in place, so a step that reads a captured one would go on seeing its old
+parameters. The Variables found here are watched, and the step is traced again when one
+of them holds another array.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+def captured_variables(fn: Callable[..., Any]) -> list[tuple[Any, Any]]:
+    """Finds the nnx Variables that a function can reach without its arguments.
+
+    Looks into closures, defaults, partials, the attributes of a bound method's object,
+    and the globals that the code names; and so on, through functions found there.
+
+    Args:
+      fn: The step.
+
+    Returns:
+      Pairs of a Variable and what it holds now. Empty where Flax nnx is not in use.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    found: dict[int, Any] = {}
+    for value in _reachable(fn, set()):
+        if isinstance(value, (nnx.Variable, nnx.Pytree, nnx.Module)):
+            for x in jax.tree.leaves(
+                value, is_leaf=lambda y: isinstance(y, nnx.Variable)
+            ):
+                if isinstance(x, nnx.Variable):
+                    found[id(x)] = x
+    return [(v, v.get_raw_value()) for v in found.values()]
+
+
+def have_changed(watched: list[tuple[Any, Any]]) -> bool:
+    """Whether a watched Variable holds another array than when it was found."""
+    return any(v.get_raw_value() is not held for v, held in watched)
+
+
+def _reachable(value: Any, seen: set[int]) -> Iterator[Any]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    yield value
+    for inner in _parts(value):
+        yield from _reachable(inner, seen)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield value.__func__
+        yield from getattr(value.__self__, "__dict__", {}).values()
+        yield value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        yield from _named_globals(value)
+    elif isinstance(value, (list, tuple)) and len(value) < 100:
+        yield from value
+    elif isinstance(value, dict) and len(value) < 100:
+        yield from value.values()
+
+
+def _named_globals(fn: types.FunctionType) -> Iterator[Any]:
+    """The values of globals that the code, or code nested in it, names."""
+    pending = [fn.__code__]
+    while pending:
+        code = pending.pop()
+        pending.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
+        for name in code.co_names:
+            value = fn.__globals__.get(name)
+            if value is not None and not isinstance(value, (types.ModuleType, type)):
+                yield value
