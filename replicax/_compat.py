@@ -194,6 +194,56 @@ def is_ref(variable: Any) -> bool:
     return isinstance(variable.aval, jax.ref.AbstractRef)
 
 
+def expand_hi_primitive(eqn: JaxprEqn) -> Jaxpr | None:
+    """The jaxpr that a ``call_hi_primitive`` equation is compiled as.
+
+    From jax 0.11 on, ``jnp.searchsorted``, ``lax.custom_root`` and others are objects
+    with a method ``expand`` in place of primitives. ``None`` where it cannot be traced
+    apart from its program. Stands on the private parameter ``_prim`` and its method.
+    """
+    operands = [v.aval for v in eqn.invars]
+    if not all(type(aval) is jax.core.ShapedArray for aval in operands):
+        return None
+    hi_primitive = eqn.params["_prim"]
+
+    def expanded(*leaves: jax.Array) -> Any:
+        return hi_primitive.expand(*jax.tree.unflatten(hi_primitive.in_tree, leaves))
+
+    try:
+        with eqn.ctx.manager:
+            jaxpr = jax.make_jaxpr(expanded)(
+                *(
+                    jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
+                    for a in operands
+                )
+            )
+    except Exception:
+        return None
+    return open_jaxpr(jaxpr)
+
+
+def is_checkpoint(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a ``jax.checkpoint``, of which the inside may run twice.
+
+    Stands on the primitive's name ``remat2``, and on that of its future form.
+    """
+    if eqn.primitive.name == "call_hi_primitive":
+        return type(eqn.params["_prim"]).__name__ == "RematTraced"
+    return eqn.primitive.name == "remat2"
+
+
+def checkpoint_label(eqn: JaxprEqn) -> str | None:
+    """The label of a ``jax.ad_checkpoint.checkpoint_name``; else ``None``.
+
+    Stands on the primitive's name ``name``, and on that of its future form.
+    """
+    if eqn.primitive.name == "call_hi_primitive":
+        hi_primitive = eqn.params["_prim"]
+        is_label = type(hi_primitive).__name__ == "CheckpointName"
+        return hi_primitive.params["name"] if is_label else None
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
+
+
 def is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation has no effect, no inner jaxpr and no axis name.
 

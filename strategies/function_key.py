@@ -17,7 +17,7 @@ _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial}
 _EMPTY_CELL = object()
 
 
-def function_key(fn: Any) -> tuple[Any, list[Any]]:
+def function_key(fn: Any) -> Any:
     """Describes a callable by its code and what it captures.
 
     Functions are compared by code object, closure cells and defaults; numbers and
@@ -28,16 +28,21 @@ def function_key(fn: Any) -> tuple[Any, list[Any]]:
       fn: The callable.
 
     Returns:
-      A hashable key, and the objects whose identity it holds. The key means something
-      only while they are alive, because ids are reused.
+      A hashable key. It means something only while the objects whose identity it
+      holds are alive (:func:`function_references`), because ids are reused.
     """
     if type(fn) is types.FunctionType and not (
         fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__
-    ):  # the usual step, and on the path of every call
-        code, namespace = fn.__code__, fn.__globals__
-        return (id(code), id(namespace)), [code, namespace]
+    ):  # the usual step: this is on the path of every call
+        return id(fn.__code__), id(fn.__globals__)
+    return _of(fn, [], ())
+
+
+def function_references(fn: Any) -> list[Any]:
+    """Returns the objects whose identity the key of ``fn`` holds."""
     references: list[Any] = []
-    return _of(fn, references, ()), references
+    _of(fn, references, ())
+    return references
 
 
 def static_key(values: Sequence[Any]) -> tuple[Any, list[Any]]:

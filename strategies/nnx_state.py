@@ -202,7 +202,7 @@ class TreeCall(_Call):
         self._graph_call: GraphCall | None = None
 
     def __call__(
-        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
+        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
     ) -> Any:
         """Runs the step and writes the Variables that it changed."""
         if self._graph_call is None:
@@ -216,7 +216,7 @@ class TreeCall(_Call):
         return graph_call(leaves, args, kwargs, options)
 
     def _launch(
-        self, leaves: list[Any], variables: list[Any], options: RunOptions
+        self, leaves: list[Any], variables: list[Any], options: RunOptions | None
     ) -> Any:
         out, values, written = self._call.launch(leaves, options)
         for variable, slot in zip(variables, self._slots, strict=True):
@@ -349,19 +349,20 @@ class GraphCall(_Call):
         self._calls: dict[Any, ProgramCall] = {}
 
     def __call__(
-        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
+        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
     ) -> Any:
         """Runs the step and merges what it changed into the caller's objects."""
+        donate = () if options is None else options.donate
         with nnx.update_context(_GRAPH):
             pure, objects = _take_out((args, kwargs), is_object)
             with nnx.split_context(_GRAPH) as context:
                 graphdef, state = context.split(objects)
             leaves, treedef = jax.tree.flatten((pure, state))
-            key = (graphdef, treedef, tuple(map(type, leaves)), options.donate)
+            key = (graphdef, treedef, tuple(map(type, leaves)), donate)
             call = self._calls.get(key)
             if call is None:
                 call = self._calls[key] = self._plan(
-                    args, kwargs, pure, graphdef, state, options
+                    args, kwargs, pure, graphdef, state, donate
                 )
                 call.forget = lambda: self._calls.pop(key, None)
             out, values, (graphdef, statedef) = call.launch(leaves, options)
@@ -376,14 +377,12 @@ class GraphCall(_Call):
         pure: Any,
         graphdef: Any,
         state: Any,
-        options: RunOptions,
+        donate: Sequence[int | str],
     ) -> ProgramCall:
         def ends_name(x: Any) -> bool:
             return is_per_replica(x) or is_object(x)
 
-        found = describe_leaves(
-            self._fn, args, kwargs, options.donate, is_leaf=ends_name
-        )
+        found = describe_leaves(self._fn, args, kwargs, donate, is_leaf=ends_name)
         is_taken = [
             is_object(x) for x in jax.tree.leaves((args, kwargs), is_leaf=ends_name)
         ]

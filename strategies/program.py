@@ -104,6 +104,7 @@ class Program:
         self._last_shardings = list(self._shardings)
         self._donated = tuple(i for i, x in enumerate(self._arrays) if x.donated)
         self._fenced = _needs_fence(strategy)
+        self._plain = True
         self.captures_tracers = False
         self.references: list[Any] = []
 
@@ -142,12 +143,12 @@ class Program:
                 arrays[i] = placed = self._place(i, x)
                 self._last_shardings[i] = placed.sharding
                 leaves[self._positions[i]] = placed
-        outputs, states, notes = self._call(self._jitted_donating, arrays)
+        result = self._call(self._jitted_donating, arrays)
         if self._donated:
-            self._placer.own(jax.tree.leaves((outputs, states)))
+            self._placer.own(jax.tree.leaves(result))
         if self._fenced:
-            fence.after_launch((outputs, states))
-        return _finish(outputs, states, notes)
+            fence.after_launch(result)
+        return result if self._plain else _finish(*result)
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
         """Runs the step inside the trace that the caller is in; see :meth:`launch`."""
@@ -256,7 +257,8 @@ class Program:
         self._on_trace()
         out = _assemble(record, outputs, varies)
         has_statics = len(outputs) < len(record.out_leaves)
-        return out, states, Static((record.aux, has_statics))
+        self._plain = self._plain and not has_statics and record.aux is None
+        return out, states, None if self._plain else Static((record.aux, has_statics))
 
     def _replica_step(self, record: _Record) -> Callable[..., list[Any]]:
         """The step as a function of one replica's arrays, noting its structure."""
@@ -331,8 +333,12 @@ def _assemble(record: _Record, outputs: list[Any], varies: Sequence[bool]) -> An
     return record.out_tree.unflatten(leaves)
 
 
-def _finish(outputs: Any, states: list[Any], notes: Static) -> tuple[Any, Any, Any]:
+def _finish(
+    outputs: Any, states: list[Any], notes: Static | None
+) -> tuple[Any, list[Any], Any]:
     """Unwraps what the compiled program returned."""
+    if notes is None:
+        return outputs, states, None
     aux, has_statics = notes.value
     if has_statics:
         outputs = jax.tree.map(

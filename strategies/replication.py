@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from replicax import _compat
+
 from .blame import clause, user_line
 from .variation import ASSERT_MIRRORED, Finding, ProblemKind
 from .variation_rules import analyse
@@ -91,7 +93,8 @@ def _message(finding: Finding, input_names: Sequence[str]) -> str:
     here = user_line(finding.eqn, finding.enclosing)
     if finding.kind == "assert_mirrored":
         assert finding.cause is not None
-        path = finding.eqn.params["name"].removeprefix(ASSERT_MIRRORED)
+        label = _compat.checkpoint_label(finding.eqn) or ""
+        path = label.removeprefix(ASSERT_MIRRORED)
         why = clause(finding.cause, input_names)
         return f"{path} would differ between replicas: it {why}."
     if finding.kind == "effect_under_checkpoint":

@@ -8,7 +8,6 @@ is one flattening, one look-up and an identity check of each array's sharding.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import sys
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.tree_util import tree_flatten
 
 from replicax import _compat
 from replicax.errors import ReplicaDivergenceError
@@ -24,7 +24,7 @@ from replicax.values import PerReplica
 
 from .arguments import Kind, check_static, describe_leaves
 from .captured_state import captured_variables, have_changed
-from .function_key import function_key, static_key
+from .function_key import function_key, function_references, static_key
 from .merge import is_per_replica, replica_structure
 from .options import RunOptions
 from .placement import stack
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _MOST_CALLS_KEPT = 512
 _MOST_STATICS_KEPT = 128
 _MANY_TRACES = 16
-_DEFAULT_OPTIONS = RunOptions()
 
 
 class Runner:
@@ -49,10 +48,8 @@ class Runner:
 
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
-        self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
-        self._mirrored: collections.OrderedDict[Any, _Mirrored] = (
-            collections.OrderedDict()
-        )
+        self._calls: dict[Any, _Call] = {}
+        self._mirrored: dict[Any, _Mirrored] = {}
         self._traces: collections.Counter[Any] = collections.Counter()
         self._lock = threading.Lock()
 
@@ -64,17 +61,12 @@ class Runner:
         options: RunOptions | None,
     ) -> Any:
         """Runs ``fn`` on every replica; see ``Strategy.run``."""
-        options = options or _DEFAULT_OPTIONS
-        fn_key, references = function_key(fn)
-        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
-        types = tuple(map(type, leaves))
-        key = (fn_key, treedef, types, options.donate)
+        leaves, treedef = tree_flatten((args, kwargs))
+        donate = None if options is None else options.donate
+        key = (function_key(fn), treedef, tuple(map(type, leaves)), donate)
         call = self._calls.get(key)
         if call is None or (call.watched and have_changed(call.watched)):
-            call = self._plan(fn, args, kwargs, options, key, leaves, references)
-        elif len(self._calls) > _MOST_CALLS_KEPT // 2:
-            with contextlib.suppress(KeyError):  # another thread may just drop it
-                self._calls.move_to_end(key)
+            call = self._plan(fn, args, kwargs, options or RunOptions(), key, leaves)
         return call(leaves, args, kwargs, options)
 
     def _plan(
@@ -85,10 +77,10 @@ class Runner:
         options: RunOptions,
         key: Any,
         leaves: list[Any],
-        references: list[Any],
     ) -> _Call:
         """Makes the call for arguments of a structure not seen before."""
         call: _Call
+        references = function_references(fn)
         if _has_loose_components((args, kwargs)):
             call = _StackFirst(self, fn)
         else:
@@ -100,8 +92,7 @@ class Runner:
         if not tracing:
             with self._lock:
                 self._calls[key] = call
-                while len(self._calls) > _MOST_CALLS_KEPT:
-                    self._calls.popitem(last=False)
+                _drop_oldest(self._calls)
         call.forget = lambda: self._calls.pop(key, None)
         return call
 
@@ -144,8 +135,7 @@ class Runner:
         diverged = []
         with self._lock:
             known = self._mirrored.setdefault(fn_key, _Mirrored(set(), references))
-            while len(self._mirrored) > _MOST_CALLS_KEPT:
-                self._mirrored.popitem(last=False)
+            _drop_oldest(self._mirrored)
         mirrored = known.names
         for leaf, value in zip(
             describe_leaves(fn, args, kwargs, ()),
@@ -211,7 +201,7 @@ class _Call:
     forget: Callable[[], Any]
 
     def __call__(
-        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
+        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
     ) -> Any:
         raise NotImplementedError
 
@@ -224,7 +214,7 @@ class _StackFirst(_Call):
         self._fn = fn
 
     def __call__(
-        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
+        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
     ) -> Any:
         placer = self._runner.strategy.placer
         args, kwargs = jax.tree_util.tree_map_with_path(
@@ -261,17 +251,17 @@ class ProgramCall(_Call):
         self._only_program: Program | None = None
 
     def __call__(
-        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
+        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
     ) -> Any:
         """Runs the step."""
         return self.launch(leaves, options)[0]
 
     def launch(
-        self, leaves: list[Any], options: RunOptions
+        self, leaves: list[Any], options: RunOptions | None
     ) -> tuple[Any, list[Any], Any]:
         """Runs the step; see ``Program.launch``."""
         program = self._only_program or self._program_for(leaves)
-        if options.check_values:
+        if options is not None and options.check_values:
             self._runner.strategy.placer.check_copies_equal(
                 program.named_mirrored(leaves)
             )
@@ -300,6 +290,11 @@ class ProgramCall(_Call):
             if not self._static:
                 self._only_program = program
         return program
+
+
+def _drop_oldest(table: dict[Any, Any]) -> None:
+    while len(table) > _MOST_CALLS_KEPT:
+        del table[next(iter(table))]
 
 
 def _has_loose_components(tree: Any) -> bool:

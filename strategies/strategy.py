@@ -188,14 +188,16 @@ class Strategy:
           (12.0, [4.0, 20.0])
         """
         require_cross_replica(self, "run", "a plain function call")
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(
-                f"args must be a list or tuple. Got {type(args).__name__}: for one "
-                "argument write `(x,)`."
-            )
+        if type(args) is not tuple:
+            if not isinstance(args, (list, tuple)):
+                raise ValueError(
+                    f"args must be a list or tuple. Got {type(args).__name__}: for one "
+                    "argument write `(x,)`."
+                )
+            args = tuple(args)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ValueError(f"kwargs must be a dict. Got {type(kwargs).__name__}.")
-        return self._runner.run(fn, tuple(args), dict(kwargs or {}), options)
+        return self._runner.run(fn, args, dict(kwargs) if kwargs else {}, options)
 
     # -- combining -------------------------------------------------------------------
 

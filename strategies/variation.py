@@ -166,6 +166,7 @@ class Walk:
         self._tainted: list[int] = []  # serials of the cells that began to vary
         self._checkpoint_floor = 0
         self._seen: set[tuple[str, int]] = set()
+        self._once: dict[int, Any] = {}
 
     def run(
         self,
@@ -238,6 +239,12 @@ class Walk:
         if (kind, id(eqn)) not in self._seen:
             self._seen.add((kind, id(eqn)))
             self.findings.append(Finding(kind, eqn, self._enclosing, **details))
+
+    def once(self, eqn: core.JaxprEqn, derive: Callable[[core.JaxprEqn], Any]) -> Any:
+        """What ``derive`` makes of an equation, however often a loop comes by."""
+        if id(eqn) not in self._once:
+            self._once[id(eqn)] = derive(eqn)
+        return self._once[id(eqn)]
 
     def run_diverging(
         self,

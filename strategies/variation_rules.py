@@ -122,6 +122,8 @@ def hidden_variation(eqn: core.JaxprEqn, axis_name: str) -> str:
         for inner in jaxpr.eqns:
             inner_name = inner.primitive.name
             what = _ORIGINS.get(inner_name, "") or _IN_KERNELS.get(inner_name, "")
+            if inner_name == "call_hi_primitive":
+                what = _OPAQUE
             if not what and not _compat.is_jax_primitive(inner.primitive):
                 what = _UNKNOWN
             if not what:
@@ -137,10 +139,11 @@ def identity(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Valu
     return [walk.through(eqn, cause) if cause else None for cause in causes]
 
 
-def name(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+def label(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     """The identity, which may carry the assertion that its operand is uniform."""
+    text = _compat.checkpoint_label(eqn) or ""
     cause = cause_of(operands[0])
-    if cause is not None and eqn.params["name"].startswith(ASSERT_MIRRORED):
+    if cause is not None and text.startswith(ASSERT_MIRRORED):
         walk.find("assert_mirrored", eqn, cause=cause)
     return identity(walk, eqn, operands)
 
@@ -208,7 +211,6 @@ _ORIGINS = {
     "pure_callback": _CALLBACK,
     "infeed": _CALLBACK,
     "call_exported": _OPAQUE,
-    "call_hi_primitive": _OPAQUE,
     "call_hi_primitive_linearized": _OPAQUE,
     "custom_partitioning": _OPAQUE,
     "ffi_call": _OPAQUE,
@@ -257,16 +259,25 @@ _opaque = varies_by_itself(_OPAQUE)
 
 def call(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     """An inner jaxpr with the equation's own operands and outputs."""
-    jaxpr = _only_jaxpr(eqn)
-    return walk.run(jaxpr, operands, eqn) if jaxpr else _opaque(walk, eqn, operands)
+    return _call_of(_only_jaxpr(eqn), walk, eqn, operands)
 
 
-def checkpoint(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
-    """A call that the backward pass may run a second time."""
-    jaxpr = _only_jaxpr(eqn)
+def hi_primitive(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+    """A call of what the primitive expands to when it is compiled."""
+    if _compat.checkpoint_label(eqn) is not None:
+        return label(walk, eqn, operands)
+    jaxpr = walk.once(eqn, _compat.expand_hi_primitive)
+    return _call_of(jaxpr, walk, eqn, operands)
+
+
+def _call_of(
+    jaxpr: core.Jaxpr | None, walk: Walk, eqn: core.JaxprEqn, operands: list[Value]
+) -> list[Value]:
     if jaxpr is None:
         return _opaque(walk, eqn, operands)
-    return walk.run_checkpointed(jaxpr, operands, eqn)
+    if _compat.is_checkpoint(eqn):
+        return walk.run_checkpointed(jaxpr, operands, eqn)
+    return walk.run(jaxpr, operands, eqn)
 
 
 def _only_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
@@ -383,18 +394,18 @@ RULES: dict[str, Rule] = {
         (
             *("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr"),
             *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
-            *("linear_call", "xla_metadata_call"),
+            *("linear_call", "remat2", "xla_metadata_call"),
         ),
         call,
     ),
     **dict.fromkeys(("optimization_barrier", "pvary"), identity),
     **dict.fromkeys(("get", "freeze", "free_ref"), read),
     **dict.fromkeys(("swap", "addupdate"), swap),
+    "call_hi_primitive": hi_primitive,
     "cond": cond,
     "custom_linear_solve": linear_solve,
-    "name": name,
+    "name": label,
     "new_ref": new_ref,
-    "remat2": checkpoint,
     "scan": scan,
     "shard_map": shard_map,
     "while": while_loop,

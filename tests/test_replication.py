@@ -323,14 +323,28 @@ def test_the_platform_is_the_same_everywhere():
     ) == [False]
 
 
-def test_a_custom_root_is_equal_only_if_its_inside_can_be_seen():
+def test_what_jax_expands_later_is_looked_into():
     def root(x):
         return lax.custom_root(
             lambda y: y * y - x, 1.0, lambda f, y: y - f(y) / 2, lambda g, y: y / g(1.0)
         )
 
-    # It varies where an operand does; JAX from 0.11 hides its inside.
-    assert varies(lambda u, v: (root(v[0]), root(u[0])))[0]
+    assert varies(lambda u, v: (root(u[0]), root(v[0]))) == [False, True]
+    assert varies(
+        lambda u, v: (jnp.searchsorted(u, 2 * u), jnp.searchsorted(u, v))
+    ) == [False, True]
+
+
+def test_what_cannot_be_expanded_apart_varies():
+    def root(x):
+        return lax.custom_root(
+            lambda y: y - lax.axis_index("replica") * x,
+            1.0,
+            lambda f, y: y - f(y) / 2,
+            lambda g, y: y / g(1.0),
+        )
+
+    assert varies(lambda u, v: root(u[0])) == [True]
 
 
 # -- rules: refs ---------------------------------------------------------------------
