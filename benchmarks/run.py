@@ -60,6 +60,16 @@ def markdown(reports: list[dict], checks: list[Check]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_between_marks(path: Path, text: str) -> None:
+    """Replaces what stands between the marks of a file, or all of one without."""
+    begin, end = "<!-- results -->\n", "<!-- end of results -->\n"
+    old = path.read_text() if path.exists() else ""
+    if begin in old and end in old:
+        before, after = old.split(begin)[0], old.split(end)[1]
+        text = f"{before}{begin}\n{text}\n{end}{after}"
+    path.write_text(text)
+
+
 def main() -> int:
     """Runs the benchmarks and prints the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -73,7 +83,10 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON")
     parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="also write the summary there"
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="also write the summary there, between the marks if it has them",
     )
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a bar is missed"
@@ -92,7 +105,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(whole, indent=1) + "\n")
     if options.markdown and whole:
-        options.markdown.write_text(markdown(whole, checks))
+        write_between_marks(options.markdown, markdown(whole, checks))
     failed = len(whole) < len(PROGRAMS)
     missed = any(check.met is False for check in checks)
     return int(failed or (options.check and missed))

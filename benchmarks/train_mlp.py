@@ -159,7 +159,8 @@ def tiny_step(
     ours, peers = timings.values()
     where = f"rate, {problem.name}, {options.devices} devices"
     what = f"{where}: {ours.name} / {peers.name}"
-    report.add_checks([compare(what, ours, peers, 5, rate=True)])
+    bar = 5 if options.devices == 2 else None  # more devices: XLA's collective decides
+    report.add_checks([compare(what, ours, peers, bar, rate=True)])
 
 
 def main() -> int:

@@ -194,7 +194,8 @@ class PerReplica(DistributedValues):
             "its replicas hold different values and none of them stands for all. "
             "Use `strategy.reduce('mean', value)` to combine them, "
             "`strategy.gather(value, axis=0)` to put them in one array, or "
-            "`strategy.experimental_local_results(value)` to look at each."
+            "`strategy.experimental_local_results(value)` to look at each. In a step, "
+            "pass it to `run` as an argument: each replica then gets its own."
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -229,7 +230,54 @@ class PerReplica(DistributedValues):
     def __format__(self, spec: str) -> str:
         return str(self) if not spec else format(self._only("text"), spec)
 
+    # Arithmetic is that of the one component, so that a program which adds up losses
+    # works on one device, and says what to do on several.
+
+    def __add__(self, other: Any) -> Any:
+        return self._only("one value to add to") + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self._only("one value to add")
+
+    def __sub__(self, other: Any) -> Any:
+        return self._only("one value to subtract from") - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - self._only("one value to subtract")
+
+    def __mul__(self, other: Any) -> Any:
+        return self._only("one value to multiply") * other
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self._only("one value to multiply by")
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._only("one value to divide") / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self._only("one value to divide by")
+
+    def __neg__(self) -> Any:
+        return -self._only("one value to negate")
+
+    def __lt__(self, other: Any) -> Any:
+        return self._only("one value to compare") < other
+
+    def __le__(self, other: Any) -> Any:
+        return self._only("one value to compare") <= other
+
+    def __gt__(self, other: Any) -> Any:
+        return self._only("one value to compare") > other
+
+    def __ge__(self, other: Any) -> Any:
+        return self._only("one value to compare") >= other
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._only("one value to index")[index]
+
     def __repr__(self) -> str:
+        if self._parts is None and not _is_concrete(self._array):
+            return f"PerReplica(array={self._array!r})"
         rows = ",\n".join(f"  {i}: {v}" for i, v in enumerate(self.values))
         return f"PerReplica:{{\n{rows}\n}}"
 
@@ -265,9 +313,16 @@ def _dtype_of(part: Any) -> Any:
     return jax.dtypes.result_type(part if hasattr(part, "dtype") else np.asarray(part))
 
 
+def _is_concrete(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+
+
 def _rows(array: Any) -> tuple[Any, ...]:
     """The rows of a stacked array, each on the device that already holds it."""
-    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+    if isinstance(array, jax.ShapeDtypeStruct):
+        row = jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+        return (row,) * array.shape[0]
+    if _is_concrete(array):
         shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
         if all(s.data.shape[0] == 1 for s in shards) and len(
             {s.index[0].start for s in shards}

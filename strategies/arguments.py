@@ -79,7 +79,9 @@ def describe_leaves(
 
     Raises:
       ValueError: ``donate`` names an argument that was not passed.
+      StaticArgumentError: A leaf is a ``jax.Ref``.
     """
+    _refuse_refs(args, kwargs)
     donate = _resolve_donate(donate, len(args), kwargs)
     parameters = _positional_names(fn)
     leaves = []
@@ -123,6 +125,16 @@ def check_static(value: Any, name: str) -> Any:
             "hashable if it is configuration."
         ) from None
     return value
+
+
+def _refuse_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if isinstance(leaf, jax.Ref):
+            raise StaticArgumentError(
+                f"Argument {jax.tree_util.keystr(path[1:])} is a jax.Ref, which a step "
+                "cannot take. Pass its value, `ref[...]`, and write the result back "
+                "after the run."
+            )
 
 
 def _resolve_donate(

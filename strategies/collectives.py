@@ -145,7 +145,7 @@ def all_gather(value: Any, axis: int, axis_name: str, num_replicas: int) -> Any:
     def gather(x: Any) -> jax.Array:
         x = jnp.asarray(x)
         dim = normalize_axis(axis, x.ndim, "all_gather")
-        if num_replicas == 1:
+        if num_replicas == 1 or x.shape[dim] == 0:  # XLA gathers no empty arrays
             return _compat.collective_of_one(x, "all_gather")
         return lax.all_gather(x, axis_name, axis=dim, tiled=True)
 
@@ -184,7 +184,7 @@ def reduce_scatter(
                 f"{x.shape}. Pad it, or use all_reduce."
             )
         summand = for_sum(x, op)
-        if num_replicas == 1:
+        if num_replicas == 1 or x.shape[dim] == 0:  # XLA scatters no empty arrays
             total = _compat.collective_of_one(summand, "reduce_scatter")
         else:
             total = lax.psum_scatter(

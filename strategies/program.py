@@ -54,12 +54,19 @@ class Static:
 
 @dataclasses.dataclass
 class _Record:
-    """What the tracing of a step leaves behind."""
+    """What the tracing of a step leaves behind: no traced value outlives its trace.
+
+    Attributes:
+      jaxpr: The step, as a function of one replica's arrays.
+      out_tree: The structure of what it returned.
+      out_leaves: The leaves that are no arrays, and None for each that is one.
+      writes: The state that it wrote.
+      aux: The lift's note.
+    """
 
     jaxpr: Any = None
     out_tree: Any = None
-    out_leaves: list[Any] = dataclasses.field(default_factory=list)
-    names: list[str] = dataclasses.field(default_factory=list)
+    out_leaves: list[Static | None] = dataclasses.field(default_factory=list)
     writes: list[StateWrite] = dataclasses.field(default_factory=list)
     aux: Any = None
 
@@ -272,14 +279,12 @@ class Program:
             args, kwargs, token = self._lift.rebuild(leaves, self._strategy)
             with in_replica(ReplicaContext(self._strategy)), _explained():
                 out = self._fn(*args, **kwargs)
-            out, record.writes, record.aux = self._lift.extract(token, out)
-            paths, record.out_tree = jax.tree_util.tree_flatten_with_path(
-                split_for_replica(out)
-            )
-            record.out_leaves = [leaf for _, leaf in paths]
-            record.names = [f"output{jax.tree_util.keystr(path)}" for path, _ in paths]
-            arrays = [x for x in record.out_leaves if _is_value(x)]
-            return arrays + [write.new for write in record.writes]
+            out, writes, record.aux = self._lift.extract(token, out)
+            record.writes = [dataclasses.replace(w, new=None) for w in writes]
+            leaves, record.out_tree = jax.tree.flatten(split_for_replica(out))
+            record.out_leaves = [None if _is_value(x) else Static(x) for x in leaves]
+            arrays = [x for x in leaves if _is_value(x)]
+            return arrays + [write.new for write in writes]
 
         return step
 
@@ -322,15 +327,13 @@ def _is_value(x: Any) -> bool:
 
 def _assemble(record: _Record, outputs: list[Any], varies: Sequence[bool]) -> Any:
     """Puts the outputs back into the structure that the step returned."""
-    arrays = iter(zip(outputs, varies, strict=False))
-    leaves = []
-    for leaf in record.out_leaves:
-        if not _is_value(leaf):
-            leaves.append(Static(leaf))
-            continue
-        x, v = next(arrays)
-        leaves.append(PerReplica.from_array(x) if v else x)
-    return record.out_tree.unflatten(leaves)
+    values = iter(
+        PerReplica.from_array(x) if v else x
+        for x, v in zip(outputs, varies, strict=False)
+    )
+    return record.out_tree.unflatten(
+        next(values) if static is None else static for static in record.out_leaves
+    )
 
 
 def _finish(

@@ -168,9 +168,9 @@ class Runner:
             warnings.warn(
                 f"{fn.__qualname__} ({code.co_filename}:{code.co_firstlineno}) was "
                 f"traced and compiled {_MANY_TRACES} times. Usual causes: an array or "
-                "object that it captures is made anew or changed for each call (pass it as "
-                "an argument), a bool, string or function among its arguments keeps "
-                "changing, or shapes keep changing (pad them to a few sizes).",
+                "object that it captures is made anew or changed for each call (pass "
+                "it as an argument), a bool, string or function among its arguments "
+                "keeps changing, or shapes keep changing (pad them to a few sizes).",
                 stacklevel=2,
             )
 

@@ -21,7 +21,7 @@ class StateWrite:
 
     Attributes:
       name: What to call it, for example ``model.linear.kernel``.
-      new: Its traced value after the step.
+      new: Its traced value after the step; None once the trace is over.
       input: The position of its old value among the step's arrays, or None.
       must_be_mirrored: Whether it is an error that it varies.
       average: Whether it is averaged over replicas if it varies.

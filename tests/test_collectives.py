@@ -174,6 +174,24 @@ def test_reduce_scatter_of_small_integers_divides_truly(two):
     assert lists(out) == [[100.0], [110.5]]
 
 
+# -- nothing to combine --------------------------------------------------------------
+
+
+def test_empty_arrays(two):
+    def step(x):
+        return (
+            all_reduce("mean", x),
+            [all_gather(x, axis) for axis in (0, 1)],
+            [reduce_scatter("sum", x, axis) for axis in (0, 1)],
+        )
+
+    empty = np.ones((0, 2), np.float32)
+    mean, gathered, scattered = two.run(step, (placed(two, empty, empty),))
+    assert mean.shape == (0, 2)
+    assert [x.shape for x in gathered] == [(0, 2), (0, 4)]
+    assert [x.shape for x in scattered] == [(0, 2), (0, 1)]
+
+
 # -- errors --------------------------------------------------------------------------
 
 ODD = np.ones(3)

@@ -329,8 +329,8 @@ def test_a_sum_may_be_made_in_a_wider_dtype(strategies):
 
 
 def test_many_bfloat16_weights_are_counted_right(two):
-    x = placed(two, [np.ones(300, np.float32), np.zeros(300, np.float32)])
-    mask = placed(two, [jnp.ones(300, jnp.bfloat16), jnp.zeros(300, jnp.bfloat16)])
+    x = placed(two, [np.ones(301, np.float32), np.zeros(301, np.float32)])
+    mask = placed(two, [jnp.ones(301, jnp.bfloat16), jnp.zeros(301, jnp.bfloat16)])
     assert two.reduce("mean", x, axis=0, weights=mask) == 1.0
 
 

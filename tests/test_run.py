@@ -801,6 +801,27 @@ def test_nested_jit_remat_and_custom_vjp_in_a_step():
     assert float(out) == 1.5
 
 
+def test_a_step_leaks_no_tracer_and_runs_without_jit():
+    def step(w, x):
+        return {"s": "static", "w": w + context().all_reduce("sum", x)}
+
+    with jax.checking_leaks():
+        assert float(TWO.run(step, (1.0, ids(TWO)))["w"]) == 4.0
+    with jax.disable_jit():
+        assert float(TWO.run(step, (1.0, ids(TWO)))["w"]) == 4.0
+
+
+def test_the_shape_of_a_run_can_be_asked_for():
+    out = jax.eval_shape(lambda x: TWO.run(lambda x: (x, 1.0), (x,)), ids(TWO, (3,)))
+    assert out[0].shape == (3,) and out[0].values[1].shape == (3,)
+    assert "1: ShapeDtypeStruct(shape=(3,)" in repr(out[0])
+
+
+def test_refs_are_refused():
+    with pytest.raises(rx.StaticArgumentError, match=r"jax\.Ref"):
+        TWO.run(lambda r: r[...], (jax.new_ref(jnp.ones(2)),))
+
+
 def test_debug_callbacks_and_io_callbacks_run_once_a_replica():
     seen = []
 
