@@ -156,6 +156,12 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     _thread.strategy = strategy
 
 
+def in_merge_call() -> bool:
+    """Whether the caller is in a function that a step passed to ``merge_call``."""
+    frames = _thread.frames
+    return bool(frames) and any(f.replica_context is not None for f in frames[:-1])
+
+
 # -- entering ------------------------------------------------------------------------
 
 

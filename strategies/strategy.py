@@ -14,13 +14,21 @@ from jax.sharding import Mesh
 from replicax.values import ReduceOp, ValueContext
 
 from . import reduction
-from .context import cross_replica, require_cross_replica, require_scope_allowed
+from .context import (
+    cross_replica,
+    in_merge_call,
+    in_replica,
+    require_cross_replica,
+    require_scope_allowed,
+)
 from .cross_device_ops import CrossDeviceOps
 from .devices import device_name
 from .distribute_values import local_results, values_from_function
 from .extended import StrategyExtended
+from .merge import component_for_replica, join_replicas
 from .options import RunOptions
 from .placement import Placer
+from .replica_context import ReplicaContext
 from .run import Runner
 
 if TYPE_CHECKING:
@@ -197,7 +205,16 @@ class Strategy:
             args = tuple(args)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ValueError(f"kwargs must be a dict. Got {type(kwargs).__name__}.")
+        if in_merge_call():
+            return self._run_in_merge_call(fn, args, dict(kwargs or {}))
         return self._runner.run(fn, args, dict(kwargs) if kwargs else {}, options)
+
+    def _run_in_merge_call(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Steps back into the replicas whose step is being traced around us."""
+        args, kwargs = component_for_replica((args, kwargs), self)
+        with in_replica(ReplicaContext(self)):
+            out = fn(*args, **kwargs)
+        return join_replicas(out, self)
 
     # -- combining -------------------------------------------------------------------
 

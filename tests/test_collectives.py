@@ -520,3 +520,24 @@ def test_in_a_merge_function_collectives_of_the_step_are_refused(two):
 
     with pytest.raises(rx.ContextError, match="cross-replica context"):
         two.run(step, (placed(two, 1.0, 5.0),))
+
+
+def test_run_in_a_merge_function_steps_back_into_the_replicas():
+    two = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def merge(strategy, v):
+        doubled = strategy.run(lambda y: y * 2, (v,))
+        total = strategy.run(
+            lambda y, k: rx.get_replica_context().all_reduce("sum", y * k),
+            (doubled,),
+            {"k": 10.0},
+        )
+        return doubled, strategy.reduce("mean", total)
+
+    def step(x):
+        return rx.get_replica_context().merge_call(merge, (x,))
+
+    doubled, total = two.run(step, (rx.PerReplica([1.0, 2.0]),))
+    assert [float(v) for v in doubled.values] == [2.0, 4.0]
+    assert float(total) == 60.0
+    assert not rx.has_strategy()
