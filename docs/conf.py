@@ -56,5 +56,12 @@ def resolve_public_name(app, env, node, contnode):
     return None
 
 
+def keep_colons(app, what, name, obj, options, lines):
+    """Keeps a colon in a property's first line from being read as "type: text"."""
+    if what == "property":
+        lines[:0] = ["..", ""]
+
+
 def setup(app):
     app.connect("missing-reference", resolve_public_name)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)

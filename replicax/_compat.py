@@ -22,13 +22,9 @@ from jax._src.state.types import RefEffect as _RefEffect
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-
-def is_tracing() -> bool:
-    """Whether the caller runs inside a JAX transformation.
-
-    Stands on the private ``jax._src.core.trace_state_clean``.
-    """
-    return not _core.trace_state_clean()
+# Whether the caller runs outside of every JAX transformation. An alias, since it stands
+# on the path of every call of a step.
+no_trace_is_active = _core.trace_state_clean
 
 
 def active_mesh_is_foreign(mesh: jax.sharding.Mesh) -> bool:
@@ -44,7 +40,7 @@ def own_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
     Inside a trace, by way of no mesh at all, since JAX refuses to go from one size to
     another there.
     """
-    if not is_tracing():
+    if no_trace_is_active():
         with jax.set_mesh(mesh):
             yield
         return

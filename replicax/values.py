@@ -302,10 +302,11 @@ class PerReplica(DistributedValues):
     @classmethod
     def tree_unflatten(cls, stacked: bool, children: Sequence[Any]) -> PerReplica:
         """Rebuilds the value around other children."""
-        if stacked:
-            return cls.from_array(children[0])
-        self = cls.from_array(None)
-        self._parts = tuple(children)
+        # On the path of every step that returns one: no call that can be spared.
+        self = object.__new__(cls)
+        self._array = children[0] if stacked else None
+        self._parts = None if stacked else tuple(children)
+        self.is_data = False
         return self
 
 

@@ -156,6 +156,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     _thread.strategy = strategy
 
 
+def in_default_context() -> bool:
+    """Whether the caller is in no scope and no step."""
+    return not _thread.frames and _thread.strategy is None
+
+
 def in_merge_call() -> bool:
     """Whether the caller is in a function that a step passed to ``merge_call``."""
     frames = _thread.frames

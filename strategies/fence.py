@@ -13,17 +13,19 @@ from typing import Any
 
 import jax
 
-_LAUNCHES_BETWEEN_WAITS = 8
-_launches = itertools.count(1)
+LAUNCHES_BETWEEN_WAITS = 8
+"""A launch in so many is waited for."""
+
+launches = itertools.count(1)
+"""Counts the launches of this process that have to be fenced."""
 
 
-def after_launch(outputs: Any) -> None:
-    """Waits for every eighth launch of the process.
+def wait_for(outputs: Any) -> None:
+    """Waits for a launch.
 
     Args:
       outputs: The outputs of the launch that was just made. Waiting on the newest
         ones is always safe: nobody can have donated them yet.
     """
-    if next(_launches) % _LAUNCHES_BETWEEN_WAITS == 0:
-        for array in jax.tree.leaves(outputs)[:1]:
-            array.block_until_ready()
+    for array in jax.tree.leaves(outputs)[:1]:
+        array.block_until_ready()

@@ -34,6 +34,7 @@ class Placer:
         self.per_replica = NamedSharding(mesh, PartitionSpec(axis_name))
         self._placed: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
         self._owned: dict[int, weakref.ref[Any]] = {}
+        self._most_owned = 1000
 
     # -- placing ---------------------------------------------------------------------
 
@@ -119,7 +120,11 @@ class Placer:
         """Notes that ``arrays`` just came out of a donating run."""
         owned = self._owned
         for x in arrays:
-            owned[id(x)] = weakref.ref(x, _forget(owned, id(x)))
+            owned[id(x)] = weakref.ref(x)
+        if len(owned) > self._most_owned:  # a call-back for each would cost more
+            alive = {key: ref for key, ref in owned.items() if ref() is not None}
+            self._owned = alive
+            self._most_owned = 2 * len(alive) + 1000
 
     # -- checking --------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.extend.core
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from replicax import _compat
 from replicax.errors import (
@@ -108,8 +108,11 @@ class Program:
         ]
         # JAX's outputs carry an equal sharding that is another object; remembering the
         # last one seen makes the check of a repeated call an `is`.
-        self._last_shardings = list(self._shardings)
-        self._donated = tuple(i for i, x in enumerate(self._arrays) if x.donated)
+        self._last_shardings = {
+            i: s for i, s in enumerate(self._shardings) if s is not None
+        }
+        self._donated = [i for i, x in enumerate(self._arrays) if x.donated]
+        self._kept = [i for i, x in enumerate(self._arrays) if not x.donated]
         self._fenced = _needs_fence(strategy)
         self._plain = True
         self.captures_tracers = False
@@ -141,20 +144,22 @@ class Program:
           The outputs, the new values of written state, and what the lift needs to
           write them back.
         """
-        arrays = [leaves[i] for i in self._positions]
+        arrays = [leaves[i] for i in self._positions] if self._statics else leaves
         if self._donated:
             self._make_private(arrays)
-        for i, sharding in enumerate(self._last_shardings):
-            x = arrays[i]
-            if sharding is not None and getattr(x, "sharding", None) is not sharding:
-                arrays[i] = placed = self._place(i, x)
+        for i, sharding in self._last_shardings.items():
+            if getattr(arrays[i], "sharding", None) is not sharding:
+                arrays[i] = placed = self._place(i, arrays[i])
                 self._last_shardings[i] = placed.sharding
                 leaves[self._positions[i]] = placed
-        result = self._call(self._jitted_donating, arrays)
+        if get_abstract_mesh().empty:
+            result = self._jitted_donating(*arrays)
+        else:
+            result = self._call(self._jitted_donating, arrays)
         if self._donated:
             self._placer.own(jax.tree.leaves(result))
-        if self._fenced:
-            fence.after_launch(result)
+        if self._fenced and next(fence.launches) % fence.LAUNCHES_BETWEEN_WAITS == 0:
+            fence.wait_for(result)
         return result if self._plain else _finish(*result)
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
@@ -194,15 +199,17 @@ class Program:
         Only what an earlier donating run returned is known to share its memory with
         nothing else, and is donated as it is.
         """
-        seen = {id(x) for i, x in enumerate(arrays) if i not in self._donated}
+        seen = {id(arrays[i]) for i in self._kept}
+        placer = self._placer
         for i in self._donated:
             x, sharding = arrays[i], self._shardings[i]
             if sharding is None:
                 continue
-            if not self._placer.lies_as(x, sharding):
+            lies_there = getattr(x, "sharding", None) is self._last_shardings[i]
+            if not (lies_there or placer.lies_as(x, sharding)):
                 self._place(i, x)  # checks it
-                arrays[i] = self._placer.private_copy(x, sharding)
-            elif id(x) in seen or not self._placer.owns(x):
+                arrays[i] = placer.private_copy(x, sharding)
+            elif id(x) in seen or not placer.owns(x):
                 arrays[i] = x.copy()
             seen.add(id(x))
 

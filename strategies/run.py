@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.tree_util import tree_flatten
 
-from replicax import _compat
+from replicax._compat import no_trace_is_active
 from replicax.errors import ReplicaDivergenceError
 from replicax.values import PerReplica
 
@@ -62,8 +62,9 @@ class Runner:
     ) -> Any:
         """Runs ``fn`` on every replica; see ``Strategy.run``."""
         leaves, treedef = tree_flatten((args, kwargs))
+        types = tuple(map(type, leaves))
         donate = None if options is None else options.donate
-        key = (function_key(fn), treedef, tuple(map(type, leaves)), donate)
+        key = (function_key(fn), treedef, types, donate)
         call = self._calls.get(key)
         if call is None or (call.watched and have_changed(call.watched)):
             call = self._plan(fn, args, kwargs, options or RunOptions(), key, leaves)
@@ -254,7 +255,10 @@ class ProgramCall(_Call):
         self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
     ) -> Any:
         """Runs the step."""
-        return self.launch(leaves, options)[0]
+        program = self._only_program
+        if program is None or options is not None or not no_trace_is_active():
+            return self.launch(leaves, options)[0]
+        return program.launch(leaves)[0]
 
     def launch(
         self, leaves: list[Any], options: RunOptions | None
@@ -265,7 +269,7 @@ class ProgramCall(_Call):
             self._runner.strategy.placer.check_copies_equal(
                 program.named_mirrored(leaves)
             )
-        if not _compat.is_tracing():
+        if no_trace_is_active():
             return program.launch(leaves)
         result = program.inline(leaves)
         if program.captures_tracers:

@@ -16,6 +16,7 @@ from replicax.values import ReduceOp, ValueContext
 from . import reduction
 from .context import (
     cross_replica,
+    in_default_context,
     in_merge_call,
     in_replica,
     require_cross_replica,
@@ -195,7 +196,6 @@ class Strategy:
           >>> float(mean), [float(v) for v in losses.values]
           (12.0, [4.0, 20.0])
         """
-        require_cross_replica(self, "run", "a plain function call")
         if type(args) is not tuple:
             if not isinstance(args, (list, tuple)):
                 raise ValueError(
@@ -205,9 +205,12 @@ class Strategy:
             args = tuple(args)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ValueError(f"kwargs must be a dict. Got {type(kwargs).__name__}.")
-        if in_merge_call():
-            return self._run_in_merge_call(fn, args, dict(kwargs or {}))
-        return self._runner.run(fn, args, dict(kwargs) if kwargs else {}, options)
+        kwargs = dict(kwargs) if kwargs else {}
+        if not in_default_context():
+            require_cross_replica(self, "run", "a plain function call")
+            if in_merge_call():
+                return self._run_in_merge_call(fn, args, kwargs)
+        return self._runner.run(fn, args, kwargs, options)
 
     def _run_in_merge_call(self, fn: Any, args: Any, kwargs: Any) -> Any:
         """Steps back into the replicas whose step is being traced around us."""
