@@ -33,7 +33,7 @@ lint: .venv/.dev
 	$(RUN) -m pyright
 
 docs: .venv/.docs
-	$(RUN) -m sphinx -n -W --keep-going -q docs docs/_build/html
+	$(RUN) -m sphinx -E -n -W --keep-going -q docs docs/_build/html
 	@echo "docs: docs/_build/html/index.html"
 
 bench: .venv/.test

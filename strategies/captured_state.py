@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ def captured_variables(fn: Callable[..., Any]) -> list[tuple[Any, Any]]:
     return [(v, v.get_raw_value()) for v in found.values()]
 
 
-def have_changed(watched: list[tuple[Any, Any]]) -> bool:
+def have_changed(watched: Sequence[tuple[Any, Any]]) -> bool:
     """Whether a watched Variable holds another array than when it was found."""
     return any(v.get_raw_value() is not held for v, held in watched)
 

@@ -45,6 +45,34 @@ def function_references(fn: Any) -> list[Any]:
     return references
 
 
+def captured_cells(fn: Any) -> list[tuple[Any, Any]]:
+    """Returns the closure cells that the key of ``fn`` looks into, with their contents.
+
+    As long as ``fn`` is the same object and none of them holds another one, its key is
+    the same.
+    """
+    cells: list[tuple[Any, Any]] = []
+    pending, seen = [fn], set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            found = [(c, _contents(c)) for c in value.__closure__ or ()]
+            cells += found
+            pending += [contents for _, contents in found]
+            pending += value.__defaults__ or ()
+            pending += (value.__kwdefaults__ or {}).values()
+        elif isinstance(value, types.MethodType):
+            pending.append(value.__func__)
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) is tuple:
+            pending += value
+    return cells
+
+
 def static_key(values: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Describes static arguments: functions as above, everything else by equality.
 

@@ -199,6 +199,7 @@ class TreeCall(_Call):
         self._slots = _slots((args, kwargs), described)
         lift = TreeLift(replica_structure((args, kwargs)), self._slots)
         self._call = ProgramCall(runner, fn, described, lift)
+        self._call.forget = lambda: self.forget()
         self._graph_call: GraphCall | None = None
 
     def __call__(

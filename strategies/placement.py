@@ -101,16 +101,6 @@ class Placer:
 
     # -- donation --------------------------------------------------------------------
 
-    def private_copy(self, x: Any, sharding: NamedSharding) -> jax.Array:
-        """Returns ``x`` placed as ``sharding`` in memory that nobody else holds.
-
-        ``device_put`` may share memory with its source even when told not to, and
-        donating shared memory destroys the source. So copy after placing.
-        """
-        if not isinstance(x, jax.Array):
-            x = _frozen(x)
-        return jax.device_put(x, sharding).copy()
-
     def owns(self, x: jax.Array) -> bool:
         """Whether ``x`` came out of a donating run: nothing else shares its memory."""
         known = self._owned.get(id(x))

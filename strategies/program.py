@@ -111,8 +111,10 @@ class Program:
         self._last_shardings = {
             i: s for i, s in enumerate(self._shardings) if s is not None
         }
-        self._donated = [i for i, x in enumerate(self._arrays) if x.donated]
-        self._kept = [i for i, x in enumerate(self._arrays) if not x.donated]
+        self._donated = [
+            i for i, x in enumerate(self._arrays) if x.donated and self._shardings[i]
+        ]
+        self._kept = sorted(set(range(len(self._arrays))) - set(self._donated))
         self._fenced = _needs_fence(strategy)
         self._plain = True
         self.captures_tracers = False
@@ -145,13 +147,31 @@ class Program:
           write them back.
         """
         arrays = [leaves[i] for i in self._positions] if self._statics else leaves
-        if self._donated:
-            self._make_private(arrays)
         for i, sharding in self._last_shardings.items():
             if getattr(arrays[i], "sharding", None) is not sharding:
-                arrays[i] = placed = self._place(i, arrays[i])
-                self._last_shardings[i] = placed.sharding
-                leaves[self._positions[i]] = placed
+                arrays[i] = leaves[self._positions[i]] = self._place(i, arrays[i])
+                self._last_shardings[i] = arrays[i].sharding
+        return self._launch(arrays)
+
+    def launch_placed(
+        self, arrays: list[Any]
+    ) -> tuple[Any, list[Any], Any] | tuple[()]:
+        """Runs the step if every array lies where it did the last time.
+
+        Args:
+          arrays: The arguments that are arrays.
+
+        Returns:
+          As :meth:`launch`; or ``()``, having done nothing, if one lies elsewhere.
+        """
+        for i, sharding in self._last_shardings.items():
+            if getattr(arrays[i], "sharding", None) is not sharding:
+                return ()
+        return self._launch(arrays)
+
+    def _launch(self, arrays: list[Any]) -> tuple[Any, list[Any], Any]:
+        if self._donated:
+            self._make_private(arrays)
         if get_abstract_mesh().empty:
             result = self._jitted_donating(*arrays)
         else:
@@ -193,6 +213,11 @@ class Program:
             return self._placer.mirrored(x)
         return x
 
+    @property
+    def takes_arrays_only(self) -> bool:
+        """Whether every leaf is an array: neither a Python number nor static."""
+        return len(self._last_shardings) == self._num_leaves
+
     def _make_private(self, arrays: list[Any]) -> None:
         """Sees to it that donating destroys nothing that the caller did not donate.
 
@@ -200,16 +225,9 @@ class Program:
         nothing else, and is donated as it is.
         """
         seen = {id(arrays[i]) for i in self._kept}
-        placer = self._placer
         for i in self._donated:
-            x, sharding = arrays[i], self._shardings[i]
-            if sharding is None:
-                continue
-            lies_there = getattr(x, "sharding", None) is self._last_shardings[i]
-            if not (lies_there or placer.lies_as(x, sharding)):
-                self._place(i, x)  # checks it
-                arrays[i] = placer.private_copy(x, sharding)
-            elif id(x) in seen or not placer.owns(x):
+            x = arrays[i]
+            if id(x) in seen or not self._placer.owns(x):
                 arrays[i] = x.copy()
             seen.add(id(x))
 
