@@ -93,17 +93,16 @@ class PerReplica(DistributedValues):
       2
     """
 
-    __slots__ = ("__weakref__", "_array", "_parts", "is_data")
+    __slots__ = ("__weakref__", "_parts", "is_data")
 
     def __init__(self, values: Sequence[Any]):
         if len(values) == 0:
             raise ValueError("PerReplica needs at least one component. Got none.")
-        self._array: Any = None
         self._parts: tuple[Any, ...] | None = tuple(values)
         self.is_data = False
 
-    @classmethod
-    def from_array(cls, array: Any) -> PerReplica:
+    @staticmethod
+    def from_array(array: Any) -> PerReplica:
         """Wraps an array of shape ``[num_replicas, ...]``, one row per replica.
 
         Args:
@@ -112,44 +111,34 @@ class PerReplica(DistributedValues):
         Returns:
           The per-replica value whose component ``r`` is ``array[r]``.
         """
-        self = object.__new__(cls)
-        self._array = array
-        self._parts = None
-        self.is_data = False
-        return self
+        return StackedPerReplica(array)
 
     # -- what it holds ---------------------------------------------------------------
 
-    @property
-    def is_stacked(self) -> bool:
-        """Whether one array holds all components (equal shapes, on their devices)."""
-        return self._parts is None or self._array is not None
+    is_stacked = False
+    """Whether one array holds all components (equal shapes, on their devices)."""
 
     @property
-    def array(self) -> jax.Array:
+    def array(self) -> Any:
         """The stacked array, shape ``[num_replicas, ...]``.
 
         Raises:
           PerReplicaError: The components were given by hand and never placed.
         """
-        if self._array is None:
-            raise PerReplicaError(
-                "This PerReplica was made from separate components and has no stacked "
-                "array. Use `.values`."
-            )
-        return self._array
+        raise PerReplicaError(
+            "This PerReplica was made from separate components and has no stacked "
+            "array. Use `.values`."
+        )
 
     @property
     def num_replicas(self) -> int:
         """The number of replicas that it holds a component for."""
-        return len(self._parts) if self._array is None else self._array.shape[0]
+        return len(self.values)
 
     @property
     def values(self) -> tuple[Any, ...]:
         """This process's components, of the per-replica shape, in replica order."""
-        if self._parts is None:
-            self._parts = _rows(self._array)
-        return self._parts
+        return self._parts or ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,7 +147,7 @@ class PerReplica(DistributedValues):
         Raises:
           PerReplicaError: The components have unequal shapes.
         """
-        return self._common(np.shape, "shape", lambda a: tuple(a.shape[1:]))
+        return self._common(np.shape, "shape")
 
     @property
     def dtype(self) -> Any:
@@ -167,16 +156,9 @@ class PerReplica(DistributedValues):
         Raises:
           PerReplicaError: The components have unequal dtypes.
         """
-        return self._common(_dtype_of, "dtype", lambda a: a.dtype)
+        return self._common(_dtype_of, "dtype")
 
-    def _common(
-        self,
-        of_part: Callable[[Any], Any],
-        what: str,
-        of_array: Callable[[Any], Any],
-    ) -> Any:
-        if self._array is not None:
-            return of_array(self._array)
+    def _common(self, of_part: Callable[[Any], Any], what: str) -> Any:
         found = [of_part(v) for v in self.values]
         if any(f != found[0] for f in found):
             raise PerReplicaError(
@@ -276,38 +258,78 @@ class PerReplica(DistributedValues):
         return self._only("one value to index")[index]
 
     def __repr__(self) -> str:
-        if self._parts is None and not _is_concrete(self._array):
-            return f"PerReplica(array={self._array!r})"
         rows = ",\n".join(f"  {i}: {v}" for i, v in enumerate(self.values))
         return f"PerReplica:{{\n{rows}\n}}"
 
     # -- as a pytree -----------------------------------------------------------------
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], bool]:
-        """Flattens to the stacked array, or to components given by hand."""
-        if self._array is not None:
-            return (self._array,), True
-        return self._parts or (), False
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        """Flattens to the components."""
+        return self.values, None
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], bool]:
-        """Flattens with the names of the children."""
-        children, stacked = self.tree_flatten()
-        keys = (
-            [jax.tree_util.GetAttrKey("array")]
-            if stacked
-            else [jax.tree_util.SequenceKey(i) for i in range(len(children))]
-        )
-        return list(zip(keys, children, strict=True)), stacked
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
+        """Flattens to the components, named by their places."""
+        keyed = [(jax.tree_util.SequenceKey(i), v) for i, v in enumerate(self.values)]
+        return keyed, None
 
     @classmethod
-    def tree_unflatten(cls, stacked: bool, children: Sequence[Any]) -> PerReplica:
-        """Rebuilds the value around other children."""
-        # On the path of every step that returns one: no call that can be spared.
+    def tree_unflatten(cls, aux: None, children: Sequence[Any]) -> PerReplica:
+        """Rebuilds the value around other components."""
         self = object.__new__(cls)
-        self._array = children[0] if stacked else None
-        self._parts = None if stacked else tuple(children)
+        self._parts = tuple(children)
         self.is_data = False
         return self
+
+
+class StackedPerReplica(PerReplica):
+    """A per-replica value in one array: what steps take and return.
+
+    Args:
+      array: Shape ``[num_replicas, ...]``, one row per replica.
+    """
+
+    __slots__ = ("array",)
+
+    is_stacked = True
+
+    def __init__(self, array: Any):
+        self.array = array
+        self._parts = None
+        self.is_data = False
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that it holds a component for."""
+        return self.array.shape[0]
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """This process's components, of the per-replica shape, in replica order."""
+        if self._parts is None:
+            self._parts = _rows(self.array)
+        return self._parts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one component."""
+        return tuple(self.array.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the components."""
+        return self.array.dtype
+
+    def __repr__(self) -> str:
+        if not _is_concrete(self.array):
+            return f"PerReplica(array={self.array!r})"
+        return super().__repr__()
+
+
+# Registered like a dataclass because JAX flattens those without calling Python: this
+# is on the path of every step.
+jax.tree_util.register_dataclass(
+    StackedPerReplica, data_fields=["array"], meta_fields=[]
+)
 
 
 def _dtype_of(part: Any) -> Any:

@@ -37,10 +37,7 @@ class TracedPerReplica(PerReplica):
         self._axis_name = axis_name
         self._num_replicas = num_replicas
 
-    @property
-    def is_stacked(self) -> bool:
-        """Always True: one trace has one shape."""
-        return True
+    is_stacked = True
 
     @property
     def array(self) -> jax.Array:

@@ -93,7 +93,7 @@ def test_results_have_the_same_type_for_any_number_of_replicas(strategy):
     # A script broke on one device, where `run` handed out the bare value.
     n = strategy.num_replicas_in_sync
     out = strategy.run(lambda x: x * 2, (values(strategy, *range(n)),))
-    assert type(out) is rx.PerReplica
+    assert isinstance(out, rx.PerReplica)
     local = strategy.experimental_local_results(out)
     assert isinstance(local, tuple)
     assert [int(v) for v in local] == [2 * i for i in range(n)]
@@ -165,7 +165,7 @@ def test_no_components_are_refused():
 def test_it_travels_through_jit_and_tree_map(strategies):
     for value in (values(strategies[2], 1.0, 3.0), rx.PerReplica([1.0, 3.0])):
         doubled = jax.jit(lambda v: jax.tree.map(lambda x: 2 * x, v))(value)
-        assert type(doubled) is rx.PerReplica
+        assert isinstance(doubled, rx.PerReplica)
         assert lists(doubled) == [2.0, 6.0]
         assert lists(jax.tree.map(lambda x: x + 1, value)) == [2.0, 4.0]
 
@@ -193,7 +193,7 @@ def test_its_leaves_have_names(strategies):
 def test_it_can_be_copied_and_pickled(strategies, clone):
     for value in (values(strategies[2], 1.0, 3.0), rx.PerReplica([1.0, 3.0])):
         again = clone(value)
-        assert type(again) is rx.PerReplica
+        assert isinstance(again, rx.PerReplica)
         assert again.is_stacked == value.is_stacked
         assert lists(again) == [1.0, 3.0]
 
