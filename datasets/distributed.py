@@ -35,7 +35,7 @@ class DistributedDataset:
     numpy array per replica. Replica ``r`` receives the ``r``-th consecutive part.
 
     Args:
-      dataset: Global batches; see :func:`~replicax.datasets.sources.as_source`.
+      dataset: Global batches; see ``replicax.datasets.sources.as_source``.
       mesh: The mesh of the replicas.
       options: An :class:`~replicax.InputOptions`, or ``None`` for the defaults.
       axis_name: The mesh axis that runs over the replicas.

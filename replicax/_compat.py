@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.ref
 from jax._src import core as _core
 from jax._src.state.types import RefEffect as _RefEffect
@@ -197,7 +198,7 @@ def expand_hi_primitive(eqn: JaxprEqn) -> Jaxpr | None:
     with a method ``expand`` in place of primitives. ``None`` where it cannot be traced
     apart from its program. Stands on the private parameter ``_prim`` and its method.
     """
-    operands = [v.aval for v in eqn.invars]
+    operands: list[Any] = [v.aval for v in eqn.invars]
     if not all(type(aval) is jax.core.ShapedArray for aval in operands):
         return None
     hi_primitive = eqn.params["_prim"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from replicax.errors import PerReplicaError
@@ -293,7 +294,7 @@ class StackedPerReplica(PerReplica):
     is_stacked = True
 
     def __init__(self, array: Any):
-        self.array = array
+        self.array = array  # pyright: ignore[reportAttributeAccessIssue] a slot
         self._parts = None
         self.is_data = False
 

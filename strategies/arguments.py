@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from replicax.errors import StaticArgumentError
@@ -62,7 +63,7 @@ def describe_leaves(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    donate: Sequence[int | str],
+    donate: Any,
     is_leaf: Callable[[Any], bool] = is_per_replica,
 ) -> list[Leaf]:
     """Describes every leaf of a call.
@@ -82,7 +83,7 @@ def describe_leaves(
       StaticArgumentError: A leaf is a ``jax.Ref``.
     """
     _refuse_refs(args, kwargs)
-    donate = _resolve_donate(donate, len(args), kwargs)
+    donated = _resolve_donate(donate, len(args), kwargs)
     parameters = _positional_names(fn)
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(
@@ -103,7 +104,7 @@ def describe_leaves(
             Leaf(
                 name=root + jax.tree_util.keystr(path[2:]),
                 kind=Kind.ROW if is_per_replica(leaf) else kind_of(type(leaf)),
-                donated=key in donate,
+                donated=key in donated,
             )
         )
     return leaves

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.core
 from jax.ad_checkpoint import checkpoint_name
 
 from replicax.errors import ReplicaDivergenceError

@@ -63,8 +63,9 @@ def clause(cause: Cause, input_names: Sequence[str] = ()) -> str:
     if origin.eqn is not None:
         return f"depends on {origin.origin}{user_line(origin.eqn, origin.enclosing)}"
     index = origin.input
-    known = index is not None and index < len(input_names)
-    what = f"input {input_names[index]}" if known else "an input"
+    what = "an input"
+    if index is not None and index < len(input_names):
+        what = f"input {input_names[index]}"
     used = steps[-2] if len(steps) > 1 else None
     where = user_line(used.eqn, used.enclosing) if used and used.eqn else ""
     return f"depends on {what} (one value per replica){where}"

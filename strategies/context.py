@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from replicax.errors import ContextError
 
@@ -107,7 +107,7 @@ def in_cross_replica_context() -> bool:
     return top is not None and top.replica_context is None
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> ReplicaContext | Any:
     """Returns the replica context that the caller is in.
 
     Returns:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -103,8 +104,9 @@ class CrossDeviceOps:
 
     def _reduce(self, op: ReduceOp, value: PerReplica) -> jax.Array:
         """Returns the reduced array, wherever it is cheapest."""
-        mesh = value.array.sharding.mesh
-        return _all_reduce(mesh, op, value.array)
+        sharding = value.array.sharding
+        assert isinstance(sharding, NamedSharding)
+        return _all_reduce(sharding.mesh, op, value.array)
 
     def _send(self, x: jax.Array, destinations: Any) -> jax.Array:
         if isinstance(destinations, (str, jax.Device)):

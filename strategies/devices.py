@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -69,15 +70,8 @@ def resolve_device(device: jax.Device | str) -> jax.Device:
       DeviceError: It is unknown, or belongs to another process.
       TypeError: ``device`` is neither a device nor a string.
     """
-    if isinstance(device, jax.Device):
-        if device.process_index != jax.process_index():
-            raise DeviceError(
-                f"{device} belongs to process {device.process_index}, and this is "
-                f"process {jax.process_index()}. Use the devices of this process."
-            )
-        return device
     if not isinstance(device, str):
-        raise TypeError(f"A device is a jax.Device or a string. Got {device!r}.")
+        return _device_of_this_process(device)
     match = _NAME.match(device.strip())
     if match is None:
         raise DeviceError(
@@ -100,6 +94,17 @@ def resolve_device(device: jax.Device | str) -> jax.Device:
             "For more virtual CPU devices call rx.set_virtual_devices(n) first."
         )
     return known[index]
+
+
+def _device_of_this_process(device: Any) -> jax.Device:
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"A device is a jax.Device or a string. Got {device!r}.")
+    if device.process_index != jax.process_index():
+        raise DeviceError(
+            f"{device} belongs to process {device.process_index}, and this is "
+            f"process {jax.process_index()}. Use the devices of this process."
+        )
+    return device
 
 
 def _refuse_remote(device: str, host: str) -> None:

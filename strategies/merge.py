@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 from jax import lax
 
 from replicax.errors import PerReplicaError

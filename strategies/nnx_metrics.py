@@ -81,8 +81,10 @@ def settle(
         states = {}
         for i in members:
             w = writes[i]
-            kept = w.input is not None and _depends(jaxpr, first_write + i, w.input)
-            old = inputs[w.input] if kept else jnp.zeros_like(values[i])
+            if w.input is not None and _depends(jaxpr, first_write + i, w.input):
+                old = inputs[w.input]
+            else:
+                old = jnp.zeros_like(values[i])
             states[w.name.rsplit(".", 1)[-1]] = (i, old, values[i])
         kind = group[1]
         if issubclass(kind, nnx.metrics.Average):

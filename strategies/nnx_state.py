@@ -378,7 +378,7 @@ class GraphCall(_Call):
         pure: Any,
         graphdef: Any,
         state: Any,
-        donate: Sequence[int | str],
+        donate: Any,
     ) -> ProgramCall:
         def ends_name(x: Any) -> bool:
             return is_per_replica(x) or is_object(x)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -228,7 +229,8 @@ def from_components(parts: list[Any], sharding: NamedSharding) -> jax.Array:
 
 
 def _placed_rows(parts: list[Any], sharding: NamedSharding) -> jax.Array:
-    devices = list(sharding.mesh.devices.flat)
+    mesh: Any = sharding.mesh
+    devices = list(mesh.devices.flat)
     rows = [
         jax.device_put(
             jax.numpy.expand_dims(p, 0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 import jax.extend.core
 import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh

@@ -85,10 +85,13 @@ def _reduce_rows(strategy: Strategy, rows: list[Any], how: dict[str, Any]) -> li
 def _reduce_on_one_device(
     strategy: Strategy, rows: list[Any], how: dict[str, Any]
 ) -> list[Any]:
+    ops = strategy.cross_device_ops
+    assert isinstance(ops, ReductionToOneDevice)
+
     def combined(x: Any) -> Any:
         if not isinstance(x, PerReplica):  # the same on all replicas
             x = PerReplica([x] * strategy.num_replicas_in_sync)
-        return strategy.extended.broadcast_to(strategy.cross_device_ops.accumulate(x))
+        return strategy.extended.broadcast_to(ops.accumulate(x))
 
     partials = strategy.run(
         functools.partial(_partial_step, **how), (rows,), options=_ANY_KIND
@@ -260,6 +263,7 @@ def _reduce_ragged(
 def _as_axes(axis: int | Sequence[int] | None) -> Axes:
     if axis is None:
         return None
+    axes: tuple[Any, ...]
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     for a in axes:
         if isinstance(a, bool) or not hasattr(a, "__index__"):

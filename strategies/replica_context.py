@@ -244,12 +244,12 @@ class ReplicaContext:
             replicas.
         """
         require_current(self, "merge_call")
-        args, kwargs = tuple(args), dict(kwargs or {})
+        given = (tuple(args), dict(kwargs or {}))
         with cross_replica(self._strategy):
             if self._replica_id is not None:
-                return merge_fn(self._strategy, *args, **kwargs)
-            args, kwargs = join_replicas((args, kwargs), self._strategy)
-            merged = merge_fn(self._strategy, *args, **kwargs)
+                return merge_fn(self._strategy, *given[0], **given[1])
+            joined_args, joined_kwargs = join_replicas(given, self._strategy)
+            merged = merge_fn(self._strategy, *joined_args, **joined_kwargs)
             return component_for_replica(merged, self._strategy)
 
     def _is_alone(self, call: str) -> bool:

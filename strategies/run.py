@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.core
 from jax.tree_util import tree_flatten
 
 from replicax._compat import no_trace_is_active
 from replicax.errors import ReplicaDivergenceError
 from replicax.values import PerReplica
 
-from .arguments import Kind, check_static, describe_leaves
+from .arguments import Kind, Leaf, check_static, describe_leaves
 from .captured_state import captured_variables, have_changed
 from .function_key import (
     captured_cells,
@@ -34,7 +35,7 @@ from .merge import is_per_replica, replica_structure
 from .options import RunOptions
 from .placement import stack
 from .program import Program
-from .state import NoState
+from .state import Lift, NoState
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -130,9 +131,17 @@ class Runner:
             self, fn, described, NoState(replica_structure((args, kwargs)))
         )
 
-    def new_program(self, fn: Callable[..., Any], *parts: Any) -> Program:
+    def new_program(
+        self,
+        fn: Callable[..., Any],
+        leaves: Sequence[Leaf],
+        statics: dict[int, Any],
+        lift: Lift,
+    ) -> Program:
         """Makes a program whose traces are counted."""
-        return Program(self._strategy, fn, *parts, lambda: self._count_trace(fn))
+        return Program(
+            self._strategy, fn, leaves, statics, lift, lambda: self._count_trace(fn)
+        )
 
     def _guard_mirrored(
         self,

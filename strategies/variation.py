@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 from jax.extend import core
 
@@ -64,6 +64,7 @@ class Cause:
         self.input = input
 
 
+@final
 class Cell:
     """What is known about the array behind a ref.
 
@@ -93,7 +94,7 @@ def first_cause(values: Sequence[Value]) -> Cause | None:
     """The cause of the first value that varies."""
     for value in values:
         if value is not None:
-            cause = value.cause if value.__class__ is Cell else value
+            cause = value.cause if type(value) is Cell else value
             if cause is not None:
                 return cause
     return None
@@ -138,7 +139,7 @@ class Finding:
 
 # -- the interpreter -----------------------------------------------------------------
 
-Rule: TypeAlias = Callable[["Walk", core.JaxprEqn, list[Value]], Sequence[Value]]
+Rule: TypeAlias = Callable[["Walk", core.JaxprEqn, list[Value]], list[Value]]
 
 
 class Walk:

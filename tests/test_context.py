@@ -33,9 +33,7 @@ def test_the_three_contexts():
     seen = []
     TWO.run(lambda: seen.append(where()))
     assert seen == [(True, False, False, TWO)]
-    TWO.run(
-        lambda: rx.get_replica_context().merge_call(lambda s: seen.append(where()))
-    )
+    TWO.run(lambda: rx.get_replica_context().merge_call(lambda s: seen.append(where())))
     assert seen[1] == (True, True, True, TWO)
     assert where() == (False, False, False, default)
 
