@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -47,6 +47,8 @@ def reduce(
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     _check_replicas(strategy, (value, weights), "reduce")
     weights_of = _weights_for(weights, len(leaves), treedef)
+    if accumulate_dtype is not None:
+        accumulate_dtype = jnp.dtype(accumulate_dtype)
     how = {"op": op, "axes": axes, "accumulate_dtype": accumulate_dtype}
     reduced: list[Any] = [None] * len(leaves)
     together = []
@@ -66,20 +68,28 @@ def reduce(
 def _reduce_rows(strategy: Strategy, rows: list[Any], how: dict[str, Any]) -> list[Any]:
     if not rows:
         return []
-    step = functools.partial(_reduce_step, **how)
+    step = _step(
+        _reduce_step,
+        axis_name=strategy.axis_name,
+        num_replicas=strategy.num_replicas_in_sync,
+        **how,
+    )
     if any(isinstance(x, TracedPerReplica) for x, _ in rows):
         local = jax.tree.map(
             lambda x: x.local if isinstance(x, TracedPerReplica) else x,
             rows,
             is_leaf=is_per_replica,
         )
-        return step(local, strategy.axis_name, strategy.num_replicas_in_sync)
+        return step(local)
     if isinstance(strategy.cross_device_ops, ReductionToOneDevice):
         return _reduce_on_one_device(strategy, rows, how)
-    step = functools.partial(
-        step, axis_name=strategy.axis_name, num_replicas=strategy.num_replicas_in_sync
-    )
     return strategy.run(step, (rows,), options=_ANY_KIND)
+
+
+@functools.cache
+def _step(step: Callable[..., Any], **how: Any) -> Callable[[list[Any]], list[Any]]:
+    """The step for one way of reducing: the same object each time, for ``run``."""
+    return functools.partial(step, **how)
 
 
 def _reduce_on_one_device(
@@ -93,9 +103,7 @@ def _reduce_on_one_device(
             x = PerReplica([x] * strategy.num_replicas_in_sync)
         return strategy.extended.broadcast_to(ops.accumulate(x))
 
-    partials = strategy.run(
-        functools.partial(_partial_step, **how), (rows,), options=_ANY_KIND
-    )
+    partials = strategy.run(_step(_partial_step, **how), (rows,), options=_ANY_KIND)
     return [
         collectives.after_sum(
             combined(total),
@@ -304,7 +312,7 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
                 x.local, axis, strategy.axis_name, strategy.num_replicas_in_sync
             )
         if _is_uniform(x):
-            step = functools.partial(
+            step = _step(
                 collectives.all_gather,
                 axis=axis,
                 axis_name=strategy.axis_name,

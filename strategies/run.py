@@ -56,7 +56,7 @@ class Runner:
         self._strategy = strategy
         self._calls: dict[Any, _Call] = {}
         self._mirrored: dict[Any, _Mirrored] = {}
-        self._last: _LastCall | None = None
+        self._repeats: dict[tuple[int, Any], _Repeat] = {}
         self._traces: collections.Counter[Any] = collections.Counter()
         self._lock = threading.Lock()
 
@@ -69,9 +69,9 @@ class Runner:
     ) -> Any:
         """Runs ``fn`` on every replica; see ``Strategy.run``."""
         leaves, treedef = tree_flatten((args, kwargs))
-        last = self._last
-        if last is not None and last.is_repeated_by(fn, treedef, options):
-            result = last.program.launch_placed(leaves)
+        repeat = self._repeats.get((id(fn), treedef))
+        if repeat is not None and repeat.holds_for(fn, options):
+            result = repeat.program.launch_placed(leaves)
             if result:
                 return result[0]
         types = tuple(map(type, leaves))
@@ -80,11 +80,22 @@ class Runner:
         call = self._calls.get(key)
         if call is None or (call.watched and have_changed(call.watched)):
             call = self._plan(fn, args, kwargs, options or RunOptions(), key, leaves)
-        program = call.repeatable_program
-        checked = options is not None and options.check_values
-        if program is not None and not checked:
-            self._last = _LastCall(fn, captured_cells(fn), treedef, options, program)
+        if call.repeatable_program is not None:
+            self._note_repeat(call, fn, treedef, options)
         return call(leaves, args, kwargs, options)
+
+    def _note_repeat(
+        self, call: _Call, fn: Any, treedef: Any, options: RunOptions | None
+    ) -> None:
+        """Prepares the short way for a function object that is seen again."""
+        again, call.last_fn = call.last_fn is fn, fn
+        if again and not (options is not None and options.check_values):
+            assert call.repeatable_program is not None
+            if len(self._repeats) >= _MOST_CALLS_KEPT:
+                self._repeats.clear()
+            self._repeats[id(fn), treedef] = _Repeat(
+                fn, captured_cells(fn), options, call.repeatable_program
+            )
 
     def _plan(
         self,
@@ -218,31 +229,32 @@ class _Mirrored:
     references: list[Any]
 
 
-class _LastCall(NamedTuple):
-    """The call before this one. Mostly, this one is the same with other arrays.
+class _Repeat(NamedTuple):
+    """What a call that was made before with the same function object comes down to.
+
+    The short way of most calls: arguments of the same structure, which are all arrays
+    that lie where they should, need no key to find their program.
 
     Attributes:
       fn: The function object.
       cells: What it captured, as pairs of a closure cell and its contents.
-      treedef: The structure of the arguments, all of which were arrays.
       options: The options object.
       program: The program.
     """
 
     fn: Callable[..., Any]
     cells: list[tuple[Any, Any]]
-    treedef: Any
     options: RunOptions | None
     program: Program
 
-    def is_repeated_by(self, fn: Any, treedef: Any, options: Any) -> bool:
-        """Whether the key of a call would be the same, told without making it."""
+    def holds_for(self, fn: Any, options: RunOptions | None) -> bool:
+        """Whether the key of the call would be the same, told without making it."""
         if fn is not self.fn or options is not self.options:
             return False
         for cell, contents in self.cells:
             if cell.cell_contents is not contents:
                 return False
-        return treedef == self.treedef and no_trace_is_active()
+        return no_trace_is_active()
 
 
 class _Call:
@@ -256,6 +268,8 @@ class _Call:
     """Takes the call out of the cache."""
     repeatable_program: Program | None = None
     """The program, if arrays are all that can differ between two such calls."""
+    last_fn: Any = None
+    """The function object of the last such call."""
 
     def __call__(
         self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
