@@ -1,4 +1,4 @@
-"""Every error that Replicax raises on purpose, in one tree.
+"""The errors that Replicax defines, in one tree.
 
 ::
 
@@ -15,6 +15,16 @@ Plain bad arguments (a wrong type, an unknown name, an axis out of range) raise 
 builtin ``TypeError`` and ``ValueError``. Every class above also derives from the
 builtin named beside it, so that code which catches the builtin keeps working.
 """
+
+from collections.abc import Sequence
+
+
+def listed(items: Sequence[str], between: str = "\n", most: int = 10) -> str:
+    """Joins the first items, and says how many more there are."""
+    shown = list(items[:most])
+    if len(items) > most:
+        shown.append(f"... and {len(items) - most} more")
+    return between.join(shown)
 
 
 class ReplicaxError(Exception):

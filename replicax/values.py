@@ -7,7 +7,7 @@ is a :class:`PerReplica`. How replicas are combined is named by :class:`ReduceOp
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -254,6 +254,20 @@ class PerReplica(DistributedValues):
 
     def __ge__(self, other: Any) -> Any:
         return self._only("one value to compare") >= other
+
+    def __eq__(self, other: object) -> Any:
+        return self._only("one value to compare") == other
+
+    def __ne__(self, other: object) -> Any:
+        return self._only("one value to compare") != other
+
+    __hash__ = object.__hash__
+
+    def __len__(self) -> int:
+        return len(self._only("one value to take the length of"))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._only("one value to iterate over"))
 
     def __getitem__(self, index: Any) -> Any:
         return self._only("one value to index")[index]

@@ -26,7 +26,7 @@ from .merge import is_per_replica
 class Kind(enum.Enum):
     """How a leaf enters the step."""
 
-    ROW = enum.auto()
+    PER_REPLICA = enum.auto()
     MIRRORED = enum.auto()
     NUMBER = enum.auto()
     STATIC = enum.auto()
@@ -103,7 +103,7 @@ def describe_leaves(
         leaves.append(
             Leaf(
                 name=root + jax.tree_util.keystr(path[2:]),
-                kind=Kind.ROW if is_per_replica(leaf) else kind_of(type(leaf)),
+                kind=Kind.PER_REPLICA if is_per_replica(leaf) else kind_of(type(leaf)),
                 donated=key in donated,
             )
         )

@@ -8,7 +8,7 @@ import jax
 import jax.core
 from jax.ad_checkpoint import checkpoint_name
 
-from replicax.errors import ReplicaDivergenceError
+from replicax.errors import ReplicaDivergenceError, listed
 
 from .context import get_replica_context, has_strategy
 from .merge import is_per_replica
@@ -50,7 +50,7 @@ def assert_mirrored(tree: Any) -> Any:
     ]
     if diverged:
         raise ReplicaDivergenceError(
-            f"{', '.join(diverged[:10])} holds one value per replica, where a mirrored "
+            f"{listed(diverged, ', ')} holds one value per replica, where a mirrored "
             "value is wanted. Combine it with `strategy.reduce`, or all-reduce what it "
             "is computed from inside the step."
         )

@@ -43,9 +43,13 @@ def captured_variables(fn: Callable[..., Any]) -> list[tuple[Any, Any]]:
     return [(v, v.get_raw_value()) for v in found.values()]
 
 
-def have_changed(watched: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether a watched Variable holds another array than when it was found."""
-    return any(v.get_raw_value() is not held for v, held in watched)
+def have_changed(fn: Callable[..., Any], watched: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether the function can now reach other Variables, or other arrays in them."""
+    now = captured_variables(fn)
+    return len(now) != len(watched) or any(
+        variable is not before or held is not held_before
+        for (variable, held), (before, held_before) in zip(now, watched, strict=True)
+    )
 
 
 def _reachable(value: Any, seen: set[int]) -> Iterator[Any]:

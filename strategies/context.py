@@ -10,8 +10,9 @@ There are three places to stand, as in ``tf.distribute``:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from replicax.errors import ContextError
@@ -47,6 +48,21 @@ def _top() -> _Frame | None:
     return None
 
 
+_make_default: Callable[[], ReplicaContext]
+
+
+def use_default(make: Callable[[], ReplicaContext]) -> None:
+    """Says how to make the replica context that holds outside of any scope."""
+    global _make_default
+    _make_default = make
+
+
+@functools.cache
+def _default() -> _Frame:
+    context = _make_default()
+    return _Frame(context.strategy, context)
+
+
 # -- public queries ------------------------------------------------------------------
 
 
@@ -67,11 +83,7 @@ def get_strategy() -> Strategy:
       True
     """
     top = _top()
-    if top is not None:
-        return top.strategy
-    from .default import default_strategy
-
-    return default_strategy()
+    return _default().strategy if top is None else top.strategy
 
 
 def has_strategy() -> bool:
@@ -83,11 +95,7 @@ def has_strategy() -> bool:
       False
     """
     top = _top()
-    if top is None:
-        return False
-    from .default import default_strategy
-
-    return top.strategy is not default_strategy()
+    return top is not None and top.strategy is not _default().strategy
 
 
 def in_cross_replica_context() -> bool:
@@ -124,12 +132,7 @@ def get_replica_context() -> ReplicaContext | Any:
       None
     """
     top = _top()
-    if top is not None:
-        return top.replica_context
-    from .default import default_strategy
-    from .replica_context import ReplicaContext
-
-    return ReplicaContext(default_strategy(), 0)
+    return _default().replica_context if top is None else top.replica_context
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -164,7 +167,10 @@ def in_default_context() -> bool:
 def in_merge_call() -> bool:
     """Whether the caller is in a function that a step passed to ``merge_call``."""
     frames = _thread.frames
-    return bool(frames) and any(f.replica_context is not None for f in frames[:-1])
+    return bool(frames) and any(
+        f.replica_context is not None and f.replica_context.is_traced
+        for f in frames[:-1]
+    )
 
 
 # -- entering ------------------------------------------------------------------------

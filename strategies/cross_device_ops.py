@@ -21,8 +21,8 @@ class CrossDeviceOps:
     """Combines per-replica values across devices: an all-reduce that XLA plans.
 
     ``MirroredStrategy(cross_device_ops=...)`` uses it for ``reduce`` and
-    ``extended.reduce_to``. Collectives inside a step (``all_reduce`` and kin) are
-    always XLA's.
+    ``extended.reduce_to``. A subclass overrides :meth:`accumulate`. Collectives inside
+    a step (``all_reduce`` and kin) are always XLA's.
 
     Example:
       >>> import replicax as rx
@@ -102,11 +102,27 @@ class CrossDeviceOps:
         check_destinations(destinations)
         return self._send(jnp.asarray(tensor), destinations)
 
-    def _reduce(self, op: ReduceOp, value: PerReplica) -> jax.Array:
-        """Returns the reduced array, wherever it is cheapest."""
+    def accumulate(self, value: PerReplica) -> jax.Array:
+        """Sums the components of a value: what a subclass overrides.
+
+        Args:
+          value: A per-replica value.
+
+        Returns:
+          One array, on any devices.
+        """
         sharding = value.array.sharding
         assert isinstance(sharding, NamedSharding)
-        return _all_reduce(sharding.mesh, op, value.array)
+        return jax.block_until_ready(_all_reduce(sharding.mesh, value.array))
+
+    def _reduce(self, op: ReduceOp, value: PerReplica) -> jax.Array:
+        if value.is_stacked:
+            summands = PerReplica.from_array(collectives.for_sum(value.array, op))
+        else:
+            parts = [collectives.for_sum(jnp.asarray(p), op) for p in value.values]
+            summands = PerReplica(parts)
+        total = self.accumulate(summands)
+        return collectives.after_sum(total, op, value.num_replicas, value.dtype)
 
     def _send(self, x: jax.Array, destinations: Any) -> jax.Array:
         if isinstance(destinations, (str, jax.Device)):
@@ -122,15 +138,11 @@ class CrossDeviceOps:
         return x if sharding is None else jax.device_put(x, sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _all_reduce(mesh: Mesh, op: ReduceOp, rows: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _all_reduce(mesh: Mesh, rows: jax.Array) -> jax.Array:
     (axis_name,) = mesh.axis_names
-
-    def step(row: jax.Array) -> jax.Array:
-        return collectives.all_reduce(op, row[0], axis_name, mesh.size)
-
     return jax.shard_map(
-        step,
+        lambda row: collectives.psum(row[0], axis_name, mesh.size),
         mesh=mesh,
         in_specs=PartitionSpec(axis_name),
         out_specs=PartitionSpec(),
@@ -217,11 +229,6 @@ class ReductionToOneDevice(CrossDeviceOps):
         else:
             device = None
         return self.accumulation_fn([jax.device_put(p, device) for p in parts])
-
-    def _reduce(self, op: ReduceOp, value: PerReplica) -> jax.Array:
-        prepared = [collectives.for_sum(jnp.asarray(p), op) for p in value.values]
-        total = self.accumulate(PerReplica(prepared))
-        return collectives.after_sum(total, op, len(prepared), value.dtype)
 
 
 def _add_all(parts: list[jax.Array]) -> jax.Array:

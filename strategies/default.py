@@ -7,14 +7,14 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from replicax.errors import ContextError
 
-from .context import has_strategy
+from .context import has_strategy, use_default
 from .extended import StrategyExtended
-from .strategy import Strategy
+from .replica_context import ReplicaContext
+from .strategy import Strategy, mesh_of
 
 
 class DefaultStrategy(Strategy):
@@ -31,11 +31,7 @@ class DefaultStrategy(Strategy):
     @functools.cached_property
     def mesh(self) -> Mesh:
         """A mesh of the one device."""
-        return Mesh(
-            np.asarray(jax.local_devices()[:1]),
-            (self.axis_name,),
-            axis_types=(jax.sharding.AxisType.Auto,),
-        )
+        return mesh_of(jax.local_devices()[:1], self.axis_name)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -68,15 +64,16 @@ class _DefaultExtended(StrategyExtended):
         """Refused, as in TF: no devices were chosen.
 
         Raises:
-          RuntimeError: Always.
+          ContextError: Always.
         """
-        raise RuntimeError(
+        raise ContextError(
             "The default strategy has no worker_devices: no devices were chosen. Enter "
             "the scope of a strategy, or use strategy.mesh."
         )
 
 
-@functools.cache
-def default_strategy() -> DefaultStrategy:
-    """Returns the one default strategy of this process."""
-    return DefaultStrategy()
+def _default_context() -> ReplicaContext:
+    return ReplicaContext(DefaultStrategy(), 0)
+
+
+use_default(_default_context)

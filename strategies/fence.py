@@ -12,20 +12,30 @@ import itertools
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-LAUNCHES_BETWEEN_WAITS = 8
-"""A launch in so many is waited for."""
-
-launches = itertools.count(1)
-"""Counts the launches of this process that have to be fenced."""
+_LAUNCHES_BETWEEN_WAITS = 8
 
 
-def wait_for(outputs: Any) -> None:
-    """Waits for a launch.
+class Fence:
+    """Waits for every eighth launch on the devices of one strategy."""
 
-    Args:
-      outputs: The outputs of the launch that was just made. Waiting on the newest
-        ones is always safe: nobody can have donated them yet.
-    """
-    for array in jax.tree.leaves(outputs)[:1]:
-        array.block_until_ready()
+    def __init__(self) -> None:
+        self._launches = itertools.count(1)
+
+    def after_launch(self, outputs: Any) -> None:
+        """Notes a launch, and waits for it when it is its turn.
+
+        Args:
+          outputs: The outputs of the launch that was just made. Waiting on the newest
+            ones is always safe: nobody can have donated them yet.
+        """
+        if next(self._launches) % _LAUNCHES_BETWEEN_WAITS == 0:
+            for array in jax.tree.leaves(outputs)[:1]:
+                array.block_until_ready()
+
+
+def fence_for(mesh: Mesh) -> Fence | None:
+    """Returns a fence for the devices of a mesh, or None where none is needed."""
+    cpu = mesh.devices.flat[0].platform == "cpu"
+    return Fence() if cpu and mesh.size > 1 else None

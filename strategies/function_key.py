@@ -59,7 +59,7 @@ def captured_cells(fn: Any) -> list[tuple[Any, Any]]:
             continue
         seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            found = [(c, _contents(c)) for c in value.__closure__ or ()]
+            found = [(c, contents_of(c)) for c in value.__closure__ or ()]
             cells += found
             pending += [contents for _, contents in found]
             pending += value.__defaults__ or ()
@@ -123,7 +123,7 @@ def _of_function(
     key: tuple[Any, ...] = (id(fn.__code__), id(fn.__globals__))
     if fn.__closure__:
         key += tuple(
-            _of(_contents(cell), references, inside) for cell in fn.__closure__
+            _of(contents_of(cell), references, inside) for cell in fn.__closure__
         )
     if fn.__defaults__:
         key += tuple(_of(d, references, inside) for d in fn.__defaults__)
@@ -134,7 +134,8 @@ def _of_function(
     return key
 
 
-def _contents(cell: Any) -> Any:
+def contents_of(cell: Any) -> Any:
+    """Returns what a closure cell holds, or a mark if nothing was assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:

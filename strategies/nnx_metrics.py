@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from replicax._compat import open_jaxpr
 from replicax.errors import ReplicaDivergenceError
 
 from .state import StateWrite
@@ -73,7 +74,7 @@ def settle(
     Raises:
       ReplicaDivergenceError: The metric's rule is not known.
     """
-    first_write = len(_open(jaxpr).outvars) - len(writes)
+    first_write = len(open_jaxpr(jaxpr).outvars) - len(writes)
     for group in {w.group for w in writes if w.group is not None}:
         members = [i for i, w in enumerate(writes) if w.group == group]
         if not any(varies[i] for i in members):
@@ -136,14 +137,10 @@ def _welford(states: _States, axis_name: str) -> dict[int, jax.Array]:
 
 def _depends(jaxpr: Any, output: int, input_: int) -> bool:
     """Whether an output may depend on an input; else the state was reset."""
-    jaxpr = _open(jaxpr)
+    jaxpr = open_jaxpr(jaxpr)
     reached = {jaxpr.invars[input_]}
     for eqn in jaxpr.eqns:
         if any(v in reached for v in eqn.invars if not hasattr(v, "val")):
             reached.update(eqn.outvars)
     out = jaxpr.outvars[output]
     return not hasattr(out, "val") and out in reached
-
-
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)

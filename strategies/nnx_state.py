@@ -27,12 +27,14 @@ from flax import nnx
 
 from . import collectives, nnx_metrics
 from .arguments import Kind, Leaf, describe_leaves
+from .call import Call, ProgramCall
 from .merge import is_per_replica, replica_structure
 from .options import RunOptions
-from .run import ProgramCall, Runner, _Call
 from .state import StateWrite
+from .tables import drop_oldest
 
 if TYPE_CHECKING:
+    from .run import Runner
     from .strategy import Strategy
 
 _GRAPH = "replicax"  # the tag under which nnx keeps track of objects during a call
@@ -54,7 +56,7 @@ def plan(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: RunOptions,
-) -> _Call | None:
+) -> Call | None:
     """Returns the call for arguments that hold nnx objects, or None if none do."""
     objects = [
         x for x in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(x)
@@ -85,7 +87,7 @@ class Slot:
 
     Attributes:
       leaf: Its position among all flattened arguments.
-      input: Its position among those that are arrays.
+      input: Its position among those that are arrays; None for a new one.
       name: What to call it.
       kind: Its Variable type.
       metric: The path and type of the Metric that owns it, or None.
@@ -93,7 +95,7 @@ class Slot:
     """
 
     leaf: int
-    input: int
+    input: int | None
     name: str
     kind: type
     metric: tuple[str, type] | None
@@ -161,7 +163,7 @@ def settle(
 # -- objects that are trees ----------------------------------------------------------
 
 
-class TreeCall(_Call):
+class TreeCall(Call):
     """A call whose objects are plain trees of Variables.
 
     Args:
@@ -200,24 +202,24 @@ class TreeCall(_Call):
         lift = TreeLift(replica_structure((args, kwargs)), self._slots)
         self._call = ProgramCall(runner, fn, described, lift)
         self._call.forget = lambda: self.forget()
-        self._graph_call: GraphCall | None = None
+        self._graph_call = GraphCall(runner, fn)
+        self._changes_structure = False
 
     def __call__(
-        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
+        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
     ) -> Any:
         """Runs the step and writes the Variables that it changed."""
-        if self._graph_call is None:
+        if not self._changes_structure:
             variables = _live_variables((args, kwargs))
             if len({id(v) for v in variables}) == len(variables):
                 try:
                     return self._launch(leaves, variables, options)
                 except _StructureChanged:
-                    self._graph_call = GraphCall(self._runner, self._fn)
-        graph_call = self._graph_call or GraphCall(self._runner, self._fn)
-        return graph_call(leaves, args, kwargs, options)
+                    self._changes_structure = True
+        return self._graph_call(leaves, args, kwargs, options)
 
     def _launch(
-        self, leaves: list[Any], variables: list[Any], options: RunOptions | None
+        self, leaves: list[Any], variables: list[Any], options: RunOptions
     ) -> Any:
         out, values, written = self._call.launch(leaves, options)
         for variable, slot in zip(variables, self._slots, strict=True):
@@ -301,9 +303,7 @@ class TreeLift:
         writes = [self.slots[i].write(after[i]) for i in changed]
         return out, writes, tuple(changed)
 
-    def settle(self, *parts: Any) -> list[Any]:
-        """Combines what varies; see :func:`settle`."""
-        return settle(*parts)
+    settle = staticmethod(settle)
 
 
 # -- objects that are graphs ---------------------------------------------------------
@@ -333,7 +333,7 @@ def _put_back(tree: Any, objects: Sequence[Any]) -> Any:
     return jax.tree.map(lambda x: objects[x.index] if isinstance(x, _Here) else x, tree)
 
 
-class GraphCall(_Call):
+class GraphCall(Call):
     """A call whose objects go through nnx's split and merge.
 
     Slower by about a millisecond a call, and right for every object: shared Variables,
@@ -350,10 +350,10 @@ class GraphCall(_Call):
         self._calls: dict[Any, ProgramCall] = {}
 
     def __call__(
-        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions | None
+        self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
     ) -> Any:
         """Runs the step and merges what it changed into the caller's objects."""
-        donate = () if options is None else options.donate
+        donate = options.donate
         with nnx.update_context(_GRAPH):
             pure, objects = _take_out((args, kwargs), is_object)
             with nnx.split_context(_GRAPH) as context:
@@ -366,6 +366,7 @@ class GraphCall(_Call):
                     args, kwargs, pure, graphdef, state, donate
                 )
                 call.forget = lambda: self._calls.pop(key, None)
+                drop_oldest(self._calls)
             out, values, (graphdef, statedef) = call.launch(leaves, options)
             with nnx.merge_context(_GRAPH, inner=False) as context:
                 _, returned = context.merge(graphdef, statedef.unflatten(values))
@@ -395,17 +396,24 @@ class GraphCall(_Call):
         ]
         roots = [leaf for leaf, taken in zip(found, is_taken, strict=True) if taken]
         slots = []
+        num_arrays = sum(x.kind is not Kind.STATIC for x in described)
         for path, variable in _variables_of(state):
             root = roots[path[0]]
-            donated = root.donated and not issubclass(type(variable), nnx.RngKey)
+            donated = root.donated and not isinstance(variable, nnx.RngKey)
             for _ in jax.tree.leaves(variable):
                 leaf = Leaf(root.name + _dotted(path[1:]), Kind.MIRRORED, donated)
-                position = len(described)
-                described.append(leaf)
-                arrays = sum(x.kind is not Kind.STATIC for x in described)
                 slots.append(
-                    Slot(position, arrays - 1, leaf.name, type(variable), None, donated)
+                    Slot(
+                        leaf=len(described),
+                        input=num_arrays,
+                        name=leaf.name,
+                        kind=type(variable),
+                        metric=None,
+                        donated=donated,
+                    )
                 )
+                described.append(leaf)
+                num_arrays += 1
         lift = GraphLift(
             replica_structure((pure, state)),
             graphdef,
@@ -477,7 +485,7 @@ class GraphLift:
             known = inputs.get(name)
             slot = Slot(
                 leaf=-1,
-                input=-1 if known is None else known.input,
+                input=None if known is None else known.input,
                 name=name,
                 kind=type(variable),
                 metric=metrics.get(path[:-1]),
@@ -487,6 +495,4 @@ class GraphLift:
                 writes.append(slot.write(unfolded.get(id(leaf), leaf)))
         return out, writes, (graphdef, jax.tree.structure(state))
 
-    def settle(self, *parts: Any) -> list[Any]:
-        """Combines what varies; see :func:`settle`."""
-        return settle(*parts)
+    settle = staticmethod(settle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,3 +48,8 @@ class RunOptions:
                 f"tuple of those. Got {self.donate!r}."
             )
         object.__setattr__(self, "donate", tuple(dict.fromkeys(donate)))
+
+    @functools.cached_property
+    def key(self) -> tuple[object, ...]:
+        """What makes a call with these options another call."""
+        return self.donate, self.allow_divergence

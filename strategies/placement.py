@@ -113,7 +113,7 @@ class Placer:
         for x in arrays:
             owned[id(x)] = weakref.ref(x)
         if len(owned) > self._most_owned:  # a call-back for each would cost more
-            alive = {key: ref for key, ref in owned.items() if ref() is not None}
+            alive = {key: ref for key, ref in list(owned.items()) if ref() is not None}
             self._owned = alive
             self._most_owned = 2 * len(alive) + 1000
 

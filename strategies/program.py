@@ -23,26 +23,25 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 from replicax import _compat
 from replicax.errors import (
     DivergentCollectiveError,
+    PerReplicaError,
     ReplicaDivergenceError,
     ReplicaxError,
     StaticArgumentError,
+    listed,
 )
 from replicax.values import PerReplica
 
-from . import blame, fence
 from .arguments import Kind, Leaf
 from .context import in_replica
 from .merge import split_for_replica
 from .placement import is_numeric
 from .replica_context import ReplicaContext
-from .replication import Problem, Proof, prove
+from .replication import Problem, prove
 
 if TYPE_CHECKING:
     from .placement import Placer
     from .state import Lift, StateWrite
     from .strategy import Strategy
-
-_MOST_LEAVES_NAMED = 10
 
 
 @jax.tree_util.register_static
@@ -102,11 +101,11 @@ class Program:
         self._on_trace = on_trace
         self._positions = [i for i, x in enumerate(leaves) if x.kind is not Kind.STATIC]
         self._arrays = [leaves[i] for i in self._positions]
-        placer = self._placer
-        self._shardings = [
-            {Kind.ROW: placer.per_replica, Kind.MIRRORED: placer.replicated}.get(x.kind)
-            for x in self._arrays
-        ]
+        shardings = {
+            Kind.PER_REPLICA: self._placer.per_replica,
+            Kind.MIRRORED: self._placer.replicated,
+        }
+        self._shardings = [shardings.get(x.kind) for x in self._arrays]
         # JAX's outputs carry an equal sharding that is another object; remembering the
         # last one seen makes the check of a repeated call an `is`.
         self._last_shardings = {
@@ -116,7 +115,7 @@ class Program:
             i for i, x in enumerate(self._arrays) if x.donated and self._shardings[i]
         ]
         self._kept = sorted(set(range(len(self._arrays))) - set(self._donated))
-        self._fenced = _needs_fence(strategy)
+        self._fence = strategy.fence
         self._plain = True
         self.captures_tracers = False
         self.references: list[Any] = []
@@ -179,8 +178,8 @@ class Program:
             result = self._call(self._jitted_donating, arrays)
         if self._donated:
             self._placer.own(jax.tree.leaves(result))
-        if self._fenced and next(fence.launches) % fence.LAUNCHES_BETWEEN_WAITS == 0:
-            fence.wait_for(result)
+        if self._fence is not None:
+            self._fence.after_launch(result)
         return result if self._plain else _finish(*result)
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
@@ -208,7 +207,7 @@ class Program:
                 "which cannot be sent to devices. Keep strings and objects on the "
                 "host, or encode them as numbers."
             )
-        if self._arrays[i].kind is Kind.ROW:
+        if self._arrays[i].kind is Kind.PER_REPLICA:
             return self._placer.stacked(x)
         if self._arrays[i].kind is Kind.MIRRORED:
             return self._placer.mirrored(x)
@@ -241,49 +240,10 @@ class Program:
     # -- tracing ---------------------------------------------------------------------
 
     def _traced(self, *arrays: Any) -> Any:
-        axis = PartitionSpec(self._strategy.axis_name)
-        in_specs = tuple(
-            axis if x.kind is Kind.ROW else PartitionSpec() for x in self._arrays
-        )
-        mapped = {
-            "mesh": self._strategy.mesh,
-            "in_specs": in_specs,
-            "check_vma": False,
-        }
-        record = _Record()
-
-        def probe(*locals_: Any) -> tuple[()]:
-            record.jaxpr = jax.make_jaxpr(self._replica_step(record))(*locals_)
-            return ()
-
         with _compat.captured_arrays_as_constants():
-            jax.eval_shape(
-                jax.shard_map(probe, out_specs=PartitionSpec(), **mapped), *arrays
-            )
+            record = self._recorded(arrays)
             varies = self._prove(record)
-            num_outputs = len(varies) - len(record.writes)
-            evaluate = jax.extend.core.jaxpr_as_fun(record.jaxpr)
-
-            def body(*locals_: Any) -> Any:
-                results = evaluate(*locals_)
-                outputs = [
-                    jax.numpy.expand_dims(x, 0) if v else x
-                    for x, v in zip(results[:num_outputs], varies, strict=False)
-                ]
-                states = self._lift.settle(
-                    record.jaxpr,
-                    record.writes,
-                    results[num_outputs:],
-                    varies[num_outputs:],
-                    locals_,
-                    self._strategy,
-                )
-                return outputs, states
-
-            specs = [axis if v else PartitionSpec() for v in varies[:num_outputs]]
-            outputs, states = jax.shard_map(
-                body, out_specs=(specs, PartitionSpec()), **mapped
-            )(*arrays)
+            outputs, states = self._mapped(record, varies, arrays)
         self.captures_tracers |= any(
             isinstance(c, jax.core.Tracer) for c in record.jaxpr.consts
         )
@@ -293,6 +253,56 @@ class Program:
         self._plain = self._plain and not has_statics and record.aux is None
         return out, states, None if self._plain else Static((record.aux, has_statics))
 
+    def _recorded(self, arrays: Sequence[Any]) -> _Record:
+        """Traces the step, as one replica sees it."""
+        record = _Record()
+
+        def probe(*locals_: Any) -> tuple[()]:
+            record.jaxpr = jax.make_jaxpr(self._replica_step(record))(*locals_)
+            return ()
+
+        jax.eval_shape(self._shard_map(probe, PartitionSpec()), *arrays)
+        return record
+
+    def _mapped(
+        self, record: _Record, varies: Sequence[bool], arrays: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Evaluates the recorded step on all replicas, laid out as was proved."""
+        num_outputs = len(varies) - len(record.writes)
+        evaluate = jax.extend.core.jaxpr_as_fun(record.jaxpr)
+
+        def body(*locals_: Any) -> Any:
+            results = evaluate(*locals_)
+            outputs = [
+                jax.numpy.expand_dims(x, 0) if v else x
+                for x, v in zip(results[:num_outputs], varies, strict=False)
+            ]
+            states = self._lift.settle(
+                record.jaxpr,
+                record.writes,
+                results[num_outputs:],
+                varies[num_outputs:],
+                locals_,
+                self._strategy,
+            )
+            return outputs, states
+
+        rows, whole = PartitionSpec(self._strategy.axis_name), PartitionSpec()
+        specs = [rows if v else whole for v in varies[:num_outputs]]
+        return self._shard_map(body, (specs, whole))(*arrays)
+
+    def _shard_map(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        rows, whole = PartitionSpec(self._strategy.axis_name), PartitionSpec()
+        return jax.shard_map(
+            fn,
+            mesh=self._strategy.mesh,
+            in_specs=tuple(
+                rows if x.kind is Kind.PER_REPLICA else whole for x in self._arrays
+            ),
+            out_specs=out_specs,
+            check_vma=False,  # gradients stay the replica's own
+        )
+
     def _replica_step(self, record: _Record) -> Callable[..., list[Any]]:
         """The step as a function of one replica's arrays, noting its structure."""
 
@@ -301,7 +311,7 @@ class Program:
             for i, value in self._statics.items():
                 leaves[i] = value
             for i, x, leaf in zip(self._positions, locals_, self._arrays, strict=True):
-                leaves[i] = x[0] if leaf.kind is Kind.ROW else x
+                leaves[i] = _own_row(x, leaf) if leaf.kind is Kind.PER_REPLICA else x
             args, kwargs, token = self._lift.rebuild(leaves, self._strategy)
             with in_replica(ReplicaContext(self._strategy)), _explained():
                 out = self._fn(*args, **kwargs)
@@ -322,27 +332,31 @@ class Program:
           ReplicaDivergenceError: State that must be mirrored, or a value given to
             ``assert_mirrored``, would differ.
         """
-        inputs = [x.kind is Kind.ROW for x in self._arrays]
+        inputs = [x.kind is Kind.PER_REPLICA for x in self._arrays]
         axis_name = self._strategy.axis_name
         names = [x.name for x in self._arrays]
-        proof: Proof = prove(record.jaxpr, inputs, axis_name, names)
+        proof = prove(record.jaxpr, inputs, axis_name, names)
         _raise_problems(proof.problems)
         first_write = len(proof.varies) - len(record.writes)
         clauses = []
         for i, write in enumerate(record.writes, start=first_write):
             if proof.varies[i] and write.must_be_mirrored:
-                cause = blame.explain(record.jaxpr, inputs, i, names, axis_name)
                 clauses.append(
-                    f"{write.name} would differ between replicas: it {cause}"
+                    f"{write.name} would differ between replicas: it {proof.why(i)}"
                 )
         if clauses:
-            raise ReplicaDivergenceError(_listed(clauses))
+            raise ReplicaDivergenceError(listed(clauses))
         return proof.varies
 
 
-def _needs_fence(strategy: Strategy) -> bool:
-    device = strategy.mesh.devices.flat[0]
-    return device.platform == "cpu" and strategy.num_replicas_in_sync > 1
+def _own_row(rows: Any, leaf: Leaf) -> Any:
+    """A replica's component of a per-replica value, which has one row on each."""
+    if rows.shape[0] != 1:
+        raise PerReplicaError(
+            f"Argument {leaf.name} has {rows.shape[0]} rows for each replica, where a "
+            "PerReplica has one. Its array must have shape [num_replicas, ...]."
+        )
+    return rows[0]
 
 
 def _is_value(x: Any) -> bool:
@@ -383,17 +397,11 @@ def _raise_problems(problems: Sequence[Problem]) -> None:
         return
     hanging = [p.message for p in problems if p.kind == "divergent_collective"]
     if hanging:
-        raise DivergentCollectiveError(_listed(hanging))
+        raise DivergentCollectiveError(listed(hanging))
     unequal = [p.message for p in problems if p.kind == "assert_mirrored"]
     if unequal:
-        raise ReplicaDivergenceError(_listed(unequal))
-    raise ReplicaxError(_listed([p.message for p in problems]))
-
-
-def _listed(clauses: list[str]) -> str:
-    shown = clauses[:_MOST_LEAVES_NAMED]
-    more = len(clauses) - len(shown)
-    return "\n".join([*shown, *([f"... and {more} more."] if more else [])])
+        raise ReplicaDivergenceError(listed(unequal))
+    raise ReplicaxError(listed([p.message for p in problems]))
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from replicax.errors import PerReplicaError
 from replicax.values import PerReplica, ReduceOp
 
 from . import collectives
-from .cross_device_ops import ReductionToOneDevice
-from .merge import TracedPerReplica, is_per_replica
+from .cross_device_ops import CrossDeviceOps
+from .merge import TracedPerReplica, is_per_replica, split_for_replica
 from .options import RunOptions
 from .placement import as_array, from_components, is_numeric
 
@@ -75,14 +75,9 @@ def _reduce_rows(strategy: Strategy, rows: list[Any], how: dict[str, Any]) -> li
         **how,
     )
     if any(isinstance(x, TracedPerReplica) for x, _ in rows):
-        local = jax.tree.map(
-            lambda x: x.local if isinstance(x, TracedPerReplica) else x,
-            rows,
-            is_leaf=is_per_replica,
-        )
-        return step(local)
-    if isinstance(strategy.cross_device_ops, ReductionToOneDevice):
-        return _reduce_on_one_device(strategy, rows, how)
+        return step(split_for_replica(rows))
+    if type(strategy.cross_device_ops).accumulate is not CrossDeviceOps.accumulate:
+        return _reduce_by(strategy, rows, how)
     return strategy.run(step, (rows,), options=_ANY_KIND)
 
 
@@ -92,16 +87,13 @@ def _step(step: Callable[..., Any], **how: Any) -> Callable[[list[Any]], list[An
     return functools.partial(step, **how)
 
 
-def _reduce_on_one_device(
-    strategy: Strategy, rows: list[Any], how: dict[str, Any]
-) -> list[Any]:
-    ops = strategy.cross_device_ops
-    assert isinstance(ops, ReductionToOneDevice)
+def _reduce_by(strategy: Strategy, rows: list[Any], how: dict[str, Any]) -> list[Any]:
+    """Reduces with the strategy's own way of adding up, outside of a step."""
 
     def combined(x: Any) -> Any:
         if not isinstance(x, PerReplica):  # the same on all replicas
             x = PerReplica([x] * strategy.num_replicas_in_sync)
-        return strategy.extended.broadcast_to(ops.accumulate(x))
+        return strategy.extended.broadcast_to(strategy.cross_device_ops.accumulate(x))
 
     partials = strategy.run(_step(_partial_step, **how), (rows,), options=_ANY_KIND)
     return [
@@ -187,19 +179,15 @@ def _as_counts(weights: jax.Array) -> jax.Array:
 
 def _aligned(weights: jax.Array, x: jax.Array, axes: Axes) -> jax.Array:
     """Weights of the reduced dimensions, ready to multiply ``x``."""
-    if weights.ndim == x.ndim or weights.ndim == 0:
-        aligned = weights
-    elif axes is not None and weights.ndim == len(axes):
+    aligned = weights
+    if axes is not None and weights.ndim == len(axes) != x.ndim:
         shape = [1] * x.ndim
         for a, length in zip(sorted(axes), weights.shape, strict=True):
             shape[a] = length
         aligned = weights.reshape(shape)
-    else:
-        aligned = weights
-    try:
-        fits = np.broadcast_shapes(aligned.shape, x.shape) == x.shape
-    except ValueError:
-        fits = False
+    fits = aligned.ndim in (0, x.ndim) and all(
+        n in (1, wanted) for n, wanted in zip(aligned.shape, x.shape, strict=False)
+    )
     if not fits:
         raise ValueError(
             f"weights of shape {weights.shape} do not fit values of shape {x.shape} "

@@ -73,6 +73,11 @@ class ReplicaContext:
         return self._strategy
 
     @property
+    def is_traced(self) -> bool:
+        """Whether this is the context of a step, and not one made by hand."""
+        return self._replica_id is None
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that take part in collectives."""
         return self._strategy.num_replicas_in_sync
@@ -123,6 +128,14 @@ class ReplicaContext:
         Raises:
           TypeError: A leaf is bool or not numeric.
           ContextError: Called outside of this context's step.
+
+        Example:
+          >>> import replicax as rx
+          >>> strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def step(grads):
+          ...     return rx.get_replica_context().all_reduce("mean", grads)
+          >>> float(strategy.run(step, (rx.PerReplica([1.0, 2.0]),)))
+          1.5
         """
         del options
         if self._is_alone("all_reduce"):
@@ -153,6 +166,14 @@ class ReplicaContext:
         Raises:
           ValueError: A leaf has no such dimension.
           ContextError: Called outside of this context's step.
+
+        Example:
+          >>> import replicax as rx
+          >>> strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def step(x):
+          ...     return rx.get_replica_context().all_gather(x, axis=0)
+          >>> strategy.run(step, (rx.PerReplica([[1, 2], [3, 4]]),)).tolist()
+          [1, 2, 3, 4]
         """
         del options
         if self._is_alone("all_gather"):
@@ -181,6 +202,15 @@ class ReplicaContext:
           ValueError: A leaf has no such dimension, or it does not divide evenly.
           TypeError: A leaf is bool or not numeric.
           ContextError: Called outside of this context's step.
+
+        Example:
+          >>> import replicax as rx
+          >>> strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def step(x):
+          ...     return rx.get_replica_context().reduce_scatter("sum", x)
+          >>> out = strategy.run(step, (rx.PerReplica([[1, 2], [3, 4]]),))
+          >>> [v.tolist() for v in out.values]
+          [[4], [6]]
         """
         if self._is_alone("reduce_scatter"):
             return _alone(reduce_op, _checked(value, axis, "reduce_scatter"))
@@ -228,8 +258,9 @@ class ReplicaContext:
 
         Args:
           merge_fn: Called once as ``merge_fn(strategy, *args, **kwargs)`` in the
-            cross-replica context. Array leaves of the arguments arrive as
-            :class:`PerReplica`, Python scalars and other leaves as they are.
+            cross-replica context. Traced arrays among the arguments arrive as
+            :class:`PerReplica`; what is the same for all replicas by nature, such as
+            Python numbers and arrays that the step captured, arrives as it is.
           args: Positional arguments of ``merge_fn``.
           kwargs: Keyword arguments of ``merge_fn``.
 
@@ -242,6 +273,15 @@ class ReplicaContext:
           ContextError: Called outside of this context's step.
           PerReplicaError: ``merge_fn`` returned a PerReplica of another number of
             replicas.
+
+        Example:
+          >>> import replicax as rx
+          >>> strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def step(x):
+          ...     return rx.get_replica_context().merge_call(
+          ...         lambda strategy, v: strategy.reduce("sum", v), args=(x,))
+          >>> float(strategy.run(step, (rx.PerReplica([1.0, 2.0]),)))
+          3.0
         """
         require_current(self, "merge_call")
         given = (tuple(args), dict(kwargs or {}))

@@ -13,7 +13,7 @@ from typing import Any
 from replicax import _compat
 
 from .blame import clause, user_line
-from .variation import ASSERT_MIRRORED, Finding, ProblemKind
+from .variation import ASSERT_MIRRORED, Cause, Finding, ProblemKind
 from .variation_rules import analyse
 
 __all__ = ["ASSERT_MIRRORED", "Problem", "Proof", "prove"]
@@ -43,10 +43,24 @@ class Proof:
       varies: For each output, whether replicas may hold different values. Where this
         is false, all replicas hold the same bits.
       problems: What is wrong, in the order of the program.
+      causes: For each output, why it varies, or None.
+      input_names: What each input is called.
     """
 
     varies: tuple[bool, ...]
     problems: tuple[Problem, ...]
+    causes: tuple[Cause | None, ...] = dataclasses.field(repr=False, compare=False)
+    input_names: tuple[str, ...] = dataclasses.field(repr=False, compare=False)
+
+    def why(self, output: int) -> str:
+        """Says what makes an output vary, in the manner of "depends on ...".
+
+        Args:
+          output: The index of an output that varies.
+        """
+        cause = self.causes[output]
+        assert cause is not None
+        return clause(cause, self.input_names)
 
 
 def prove(
@@ -86,6 +100,8 @@ def prove(
             Problem(finding.kind, _message(finding, input_names))
             for finding in findings
         ),
+        causes=tuple(causes),
+        input_names=tuple(input_names),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 from replicax.values import ReduceOp, ValueContext
 
+from ..datasets.distributed import DistributedDataset
+from ..datasets.options import InputOptions
 from . import reduction
 from .context import (
     cross_replica,
@@ -26,15 +28,12 @@ from .cross_device_ops import CrossDeviceOps
 from .devices import device_name
 from .distribute_values import local_results, values_from_function
 from .extended import StrategyExtended
+from .fence import Fence, fence_for
 from .merge import component_for_replica, join_replicas
 from .options import RunOptions
 from .placement import Placer
 from .replica_context import ReplicaContext
 from .run import Runner
-
-if TYPE_CHECKING:
-    from ..datasets.distributed import DistributedDataset
-    from ..datasets.options import InputOptions
 
 
 class Strategy:
@@ -72,16 +71,17 @@ class Strategy:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The one-dimensional mesh of the replicas, with axis ``"replica"``."""
-        return Mesh(
-            np.asarray(self._devices),
-            (self.axis_name,),
-            axis_types=(jax.sharding.AxisType.Auto,),
-        )
+        return mesh_of(self._devices, self.axis_name)
 
     @functools.cached_property
     def placer(self) -> Placer:
         """Places values on the mesh."""
         return Placer(self.mesh, self.axis_name)
+
+    @functools.cached_property
+    def fence(self) -> Fence | None:
+        """Paces the launches on CPU devices."""
+        return fence_for(self.mesh)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -181,6 +181,9 @@ class Strategy:
           PerReplicaError: A PerReplica has components of unequal shape, or of another
             number of replicas.
           StaticArgumentError: An argument is neither an array nor hashable.
+          ReplicaxError: The step writes a ref where it might be written twice.
+          ValueError: ``args`` or ``kwargs`` is of the wrong type, or ``donate`` names
+            what was not passed.
           ContextError: Called inside a step or in another strategy's scope.
 
         Example:
@@ -381,9 +384,13 @@ class Strategy:
           [[0, 1], [2, 3]]
           [[4, 5], [6, 7]]
         """
-        from ..datasets.distributed import DistributedDataset
-
         require_cross_replica(
             self, "experimental_distribute_dataset", "it before the step"
         )
         return DistributedDataset(dataset, self.mesh, options)
+
+
+def mesh_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
+    """Returns the one-dimensional mesh of some devices."""
+    auto = (jax.sharding.AxisType.Auto,)
+    return Mesh(np.asarray(devices), (axis_name,), axis_types=auto)

@@ -159,6 +159,16 @@ def test_a_context_made_by_hand_acts_as_its_replica():
         rx.ReplicaContext(TWO, "one")
 
 
+def test_run_in_a_merge_function_of_a_context_made_by_hand():
+    with rx.ReplicaContext(TWO, 1):
+        out = rx.get_replica_context().merge_call(
+            lambda strategy: strategy.run(
+                lambda: rx.get_replica_context().all_reduce("sum", 1.0)
+            )
+        )
+    assert float(out) == 2.0
+
+
 def test_a_strategy_is_deep_copied_but_not_copied():
     with pytest.raises(RuntimeError, match=r"copy\.deepcopy"):
         copy.copy(TWO)

@@ -239,3 +239,20 @@ def test_not_in_a_step(two):
     x = placed(two, 1.0, 5.0)
     with pytest.raises(rx.ContextError, match="all_reduce"):
         two.run(lambda x: two.extended.reduce_to("sum", x, "cpu:0"), (x,))
+
+
+def test_a_subclass_decides_how_values_are_added_up():
+    seen = []
+
+    class OnHost(rx.CrossDeviceOps):
+        def accumulate(self, value):
+            seen.append(value.num_replicas)
+            return jnp.asarray(sum(np.asarray(v) for v in value.values))
+
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=OnHost())
+    value = rx.PerReplica([1.0, 2.0])
+    assert float(strategy.reduce("sum", value)) == 3.0
+    assert float(strategy.reduce("mean", value)) == 1.5
+    assert float(strategy.reduce("mean", rx.PerReplica([[1.0], [3.0]]), axis=0)) == 2.0
+    assert float(strategy.extended.reduce_to("mean", value, "cpu:1")) == 1.5
+    assert len(seen) >= 4 and set(seen) == {2}

@@ -365,6 +365,38 @@ def test_batch_norm_metrics_and_rngs_in_a_graph_follow_the_same_rules():
     assert jax.random.key_data(dropout.rngs.key.get_value()).tolist() == key
 
 
+def test_a_metric_made_in_the_step_is_combined_too():
+    model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.ones((1, 1))
+
+    def step(model, x):
+        metric = nnx.metrics.Average("x")
+        metric.update(x=model(x))
+        return metric
+
+    x = np.array([[1.0], [2.0], [3.0], [6.0]], np.float32)
+    metric = TWO.run(step, (model, split(TWO, x)))
+    assert float(metric.total.get_value()) == 12.0
+    assert float(metric.compute()) == 3.0
+
+
+def test_modules_that_come_to_share_a_variable_are_traced_once_more_only():
+    traced = []
+
+    def step(a, b):
+        traced.append(1)
+        a.kernel[...] += 1
+        return b.kernel[...]
+
+    a, b = (nnx.Linear(1, 1, rngs=nnx.Rngs(i)) for i in range(2))
+    TWO.run(step, (a, b))
+    b.kernel = a.kernel
+    for _ in range(3):
+        out = TWO.run(step, (a, b))
+    assert len(traced) == 2
+    assert out[0, 0] == a.kernel.get_value()[0, 0]
+
+
 def test_a_captured_stateful_module_is_explained():
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     with pytest.raises(Exception) as e:
@@ -395,12 +427,18 @@ def test_a_captured_module_that_changed_is_not_seen_as_it_was():
         def step(self, x):
             return self.models[0](x)
 
-    steps = [lambda x: model(x), Evaluator().step]
+    evaluator = Evaluator()
+    steps = [lambda x: model(x), evaluator.step]
     for _ in range(2):
         for step in steps:
             out = TWO.run(step, (split(TWO, X),))
             np.testing.assert_allclose(np.concatenate(out.values), model(X), rtol=1e-5)
         model.kernel[...] = model.kernel[...] + 1
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(5))
+    evaluator.models[0] = model
+    for step in steps:
+        out = TWO.run(step, (split(TWO, X),))
+        np.testing.assert_allclose(np.concatenate(out.values), model(X), rtol=1e-5)
     x = split(TWO, X)
     TWO.run(lambda x: scaled_by_global(x), (x,))
     scale[...] = 3.0

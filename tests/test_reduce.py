@@ -460,3 +460,16 @@ def test_not_in_the_scope_of_another_strategy(strategies):
         strategies[2].reduce("sum", x)
     with strategies[2].scope():
         assert strategies[2].reduce("sum", x) == 4.0
+
+
+def test_weights_that_could_be_meant_in_two_ways_are_refused():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    square = strategy.experimental_distribute_values_from_function(
+        lambda ctx: np.ones((4, 4), np.float32)
+    )
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda ctx: np.float32([1, 1, 0, 0])
+    )
+    with pytest.raises(ValueError, match=r"\(4,\) do not fit values of shape \(4, 4\)"):
+        strategy.reduce("mean", square, axis=(0, 1), weights=rows)
+    assert strategy.reduce("sum", square, axis=0, weights=rows).tolist() == [4.0] * 4

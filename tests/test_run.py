@@ -287,6 +287,19 @@ def test_components_of_unequal_shape_are_refused_and_both_shapes_named():
         TWO.run(lambda x: x, (ragged,))
 
 
+@pytest.mark.parametrize("place", ["eagerly", "in a jit"])
+def test_a_stacked_array_of_too_many_rows_is_refused(place):
+    rows = jax.device_put(jnp.arange(4.0), TWO.placer.per_replica)
+    value = rx.PerReplica.from_array(rows)
+
+    def call(value):
+        return TWO.run(lambda x: x, (value,))
+
+    TWO.run(lambda x: x, (ids(TWO),))
+    with pytest.raises(rx.PerReplicaError, match=r"2 rows for each|holds 4"):
+        (call if place == "eagerly" else jax.jit(call))(value)
+
+
 def test_components_given_by_hand_are_placed():
     out = TWO.run(lambda x: x + 1, (rx.PerReplica([1.0, 2.0]),))
     assert [float(v) for v in out.values] == [2.0, 3.0]
@@ -465,6 +478,28 @@ def test_a_repeated_call_with_other_kinds_of_arguments_is_another_call():
         TWO.run(step, (bad,), options=rx.RunOptions(check_values=True))
 
 
+def test_changed_defaults_and_names_without_a_value_yet_are_seen():
+    x = ids(TWO)
+
+    def step(x, scale=2.0):
+        if x is None:
+            return late
+        return x * scale
+
+    for _ in range(3):
+        assert [float(v) for v in TWO.run(step, (x,)).values] == [2, 4]
+    step.__defaults__ = (3.0,)
+    assert [float(v) for v in TWO.run(step, (x,)).values] == [3, 6]
+    late = 1.0
+
+
+def test_no_options_and_default_options_are_the_same_call():
+    traced = []
+    for options in (None, rx.RunOptions(), None, rx.RunOptions(check_values=True)):
+        TWO.run(lambda x: traced.append(1), (1.0,), options=options)
+    assert len(traced) == 1
+
+
 def test_methods_partials_and_jitted_functions_are_compiled_once():
     traced = []
 
@@ -520,15 +555,17 @@ def test_what_a_dropped_strategy_compiled_is_freed():
     assert watch() is None
 
 
-def test_programs_are_kept_up_to_a_number():
-    strategy = rx.MirroredStrategy(["cpu:0"])
-    from replicax.strategies import run
+def test_programs_are_kept_up_to_a_number(monkeypatch):
+    from replicax.strategies import run, tables
 
-    for i in range(20):
-        exec(f"def f(x): return x + {i}", scope := {})
-        scope["f"].__module__ = "replicax.somewhere"  # internal: no warning
-        strategy.run(scope["f"], (1.0,))
-    assert len(strategy._runner._calls) == 20 <= run._MOST_CALLS_KEPT
+    monkeypatch.setattr(
+        run, "drop_oldest", functools.partial(tables.drop_oldest, most=4)
+    )
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    steps = [(lambda x, i=i: x + i) for i in range(6)]
+    for step in (*steps, steps[0]):
+        assert float(strategy.run(step, (1.0,))) == 1.0 + step.__defaults__[0]
+    assert len(strategy._runner._calls) == 4
 
 
 # -- donation ------------------------------------------------------------------------
@@ -620,6 +657,19 @@ def test_state_that_drifted_is_refused_when_it_comes_back():
         step, (w, ids(TWO, (2,))), options=rx.RunOptions(allow_divergence=True)
     )
     assert [v.tolist() for v in local.values] == [[-1.0, -1.0], [-3.0, -3.0]]
+
+
+def test_allowing_divergence_once_does_not_allow_it_for_good():
+    def step(w):
+        return w * 2
+
+    step(1.0)
+    TWO.run(step, (jnp.ones(2),))
+    state = TWO.run(lambda x: x * 1.0, (ids(TWO, (2,)),))
+    TWO.run(step, (state,), options=rx.RunOptions(allow_divergence=True))
+    for _ in range(2):
+        with pytest.raises(rx.ReplicaDivergenceError, match=r"is data.*allow_diverg"):
+            TWO.run(step, (state,))
 
 
 def test_data_may_be_plain_once_and_per_replica_later():
@@ -915,6 +965,23 @@ def test_a_tight_loop_of_collectives_does_not_starve_itself():
     for _ in range(300):
         w = EIGHT.run(step, (w, x))
     assert w.tolist() == [300 * 4.5] * 8
+
+
+def test_strategies_that_take_turns_are_both_waited_for():
+    class Output:
+        waits = 0
+
+        def block_until_ready(self):
+            self.waits += 1
+
+    mine, theirs = Output(), Output()
+    far = rx.MirroredStrategy(["cpu:6", "cpu:7"])
+    near = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    for _ in range(16):
+        near.fence.after_launch([mine])
+        far.fence.after_launch({"x": theirs})
+    assert (mine.waits, theirs.waits) == (2, 2)
+    assert ONE.fence is None
 
 
 # -- the other strategies ------------------------------------------------------------

@@ -356,3 +356,18 @@ def test_errors_are_also_the_builtins_that_people_catch():
     for kind in ERRORS:
         if kind is not rx.ReplicaxError:
             assert issubclass(kind, (ValueError, TypeError, RuntimeError)), kind
+
+
+def test_one_component_is_iterated_compared_and_measured_and_many_are_not(strategies):
+    one = strategies[1].experimental_distribute_values_from_function(
+        lambda ctx: np.float32([1, 2, 3])
+    )
+    assert [float(v) for v in one] == [1, 2, 3]
+    assert len(one) == 3 and float(one[1]) == 2
+    assert (one == np.float32([1, 0, 3])).tolist() == [True, False, True]
+    assert (one != 1).tolist() == [False, True, True]
+    assert len({one, one}) == 1
+    two = values(strategies[2], 1, 2)
+    for use in (iter, len, lambda v: v == 1.0, lambda v: v[0]):
+        with pytest.raises(rx.PerReplicaError, match="2 replicas"):
+            use(two)
