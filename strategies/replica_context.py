@@ -119,7 +119,8 @@ class ReplicaContext:
           value: A nested structure of this replica's arrays.
           options: Accepted for TF's signature; XLA plans the communication.
           accumulate_dtype: The dtype to sum in, for example ``jnp.float32`` for
-            ``bfloat16`` values. The result keeps the values' dtype.
+            ``bfloat16`` values. Floats are returned in their own dtype, integers in
+            this one.
 
         Returns:
           The same structure, proved equal on all replicas. A mean of integers is a

@@ -41,7 +41,8 @@ class Proof:
 
     Attributes:
       varies: For each output, whether replicas may hold different values. Where this
-        is false, all replicas hold the same bits.
+        is false, all replicas hold the same bits, provided that the devices' kernels
+        are deterministic: that equal programs make equal results of equal operands.
       problems: What is wrong, in the order of the program.
       causes: For each output, why it varies, or None.
       input_names: What each input is called.

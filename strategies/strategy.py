@@ -247,9 +247,11 @@ class Strategy:
             replicas only. Negative counts from the end.
           weights: One weight per reduced element, for example the mask of a padded
             batch: one per-replica value for all of ``value``, or the same structure.
-            A mean divides by their sum.
+            A mean divides by their sum. What has weight 0 is left out, NaN included.
+            Integers are then summed in at least 32 bits.
           accumulate_dtype: The dtype to sum in, for example ``jnp.float32`` for
-            ``bfloat16`` values.
+            ``bfloat16`` values. Floats are returned in their own dtype, integers in
+            this one.
 
         Returns:
           The same structure of plain arrays, mirrored on all devices. A mean of
