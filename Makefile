@@ -53,9 +53,9 @@ clean:
 	@touch $@
 
 .venv/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Replicax needs Python 3.11 or newer. $(PYTHON) is" \
-	    "$$($(PYTHON) --version 2>&1 || echo not there)." >&2; \
+	    "$$({ $(PYTHON) --version || echo not there; } 2>/dev/null)." >&2; \
 	  echo "Name another one: make PYTHON=python3.13 $(MAKECMDGOALS)" >&2; \
 	  exit 1; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }

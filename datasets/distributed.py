@@ -99,6 +99,12 @@ class DistributedDataset:
         )
         return DistributedIterator(ready, self._options.prefetch)
 
+    def __repr__(self) -> str:
+        return (
+            f"DistributedDataset({self._num_replicas} replicas, "
+            f"cardinality {self.cardinality}, {self._options})"
+        )
+
     # -- what it holds ---------------------------------------------------------------
 
     @property

@@ -115,7 +115,7 @@ def check_sizes(
     if remainder == "error" and uneven:
         rows = uneven[0]
         count, total = sizes[rows], sum(sizes.values())
-        which = f"A batch ({count} of {total} in an epoch)"
+        which = "Each batch" if count == total else f"A batch ({count} of {total})"
         if full is not None and rows != full:
             which = f"The last batch (of {total})"
         raise uneven_error(rows, num_replicas, which)

@@ -156,7 +156,10 @@ def max_abs_difference(model_a: ConvNet, model_b: ConvNet) -> float:
 
 def main() -> None:
     """Trains on several devices and on one, and compares."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=96, help="of all replicas")

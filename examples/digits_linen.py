@@ -56,7 +56,10 @@ def eval_step(state: TrainState, batch: tuple):
 
 def main() -> None:
     """Trains, evaluates, and prints the accuracy."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=96, help="of all replicas")

@@ -24,7 +24,10 @@ def multiply(a_block, b_block):
 
 def main() -> None:
     """Multiplies on all replicas and checks the product against numpy's."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")
     args = parser.parse_args()
 

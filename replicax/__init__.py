@@ -11,6 +11,7 @@ Write one replica's step, pick a strategy, and run it on every device::
 from importlib.metadata import version as _version
 
 from replicax.errors import (
+    ConsumedArgumentError,
     ContextError,
     DeviceError,
     DivergentCollectiveError,
@@ -50,6 +51,7 @@ from .strategies.strategy import Strategy
 __version__ = _version("replicax")
 
 __all__ = [
+    "ConsumedArgumentError",
     "ContextError",
     "CrossDeviceOps",
     "DeviceError",

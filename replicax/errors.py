@@ -3,6 +3,7 @@
 ::
 
     ReplicaxError
+    ├── ConsumedArgumentError (RuntimeError)   an array that a run has consumed
     ├── ContextError (RuntimeError)            called in the wrong place
     ├── DeviceError (ValueError)               a device that cannot be used as asked
     ├── PerReplicaError (ValueError)           many values where one was wanted
@@ -29,6 +30,10 @@ def listed(items: Sequence[str], between: str = "\n", most: int = 10) -> str:
 
 class ReplicaxError(Exception):
     """Base class of all errors that Replicax defines."""
+
+
+class ConsumedArgumentError(ReplicaxError, RuntimeError):
+    """An array was passed to ``run`` that an earlier, donating run has consumed."""
 
 
 class ContextError(ReplicaxError, RuntimeError):

@@ -151,6 +151,11 @@ class PerReplica(DistributedValues):
         return self._common(np.shape, "shape")
 
     @property
+    def ndim(self) -> int:
+        """The number of dimensions of one component."""
+        return len(self.shape)
+
+    @property
     def dtype(self) -> Any:
         """The dtype of the components.
 
@@ -172,13 +177,17 @@ class PerReplica(DistributedValues):
     def _only(self, wanted: str) -> Any:
         if self.num_replicas == 1:
             return self.values[0]
+        advice = [
+            "`strategy.reduce('mean', value)` to combine them",
+            "`strategy.experimental_local_results(value)` to look at each",
+        ]
+        if all(np.ndim(v) for v in self.values):
+            advice.append("`strategy.gather(value, axis=0)` to put them in one array")
         raise PerReplicaError(
-            f"Cannot convert a PerReplica of {self.num_replicas} replicas to {wanted}: "
-            "its replicas hold different values and none of them stands for all. "
-            "Use `strategy.reduce('mean', value)` to combine them, "
-            "`strategy.gather(value, axis=0)` to put them in one array, or "
-            "`strategy.experimental_local_results(value)` to look at each. In a step, "
-            "pass it to `run` as an argument: each replica then gets its own."
+            f"A PerReplica of {self.num_replicas} replicas cannot be used as {wanted}: "
+            "its replicas hold different values and none of them stands for all. Use "
+            f"{', or '.join(advice)}. In a step, pass it to `run` as an argument: each "
+            "replica then gets its own."
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -339,6 +348,12 @@ class StackedPerReplica(PerReplica):
             return f"PerReplica(array={self.array!r})"
         return super().__repr__()
 
+    def __reduce__(self) -> Any:
+        return PerReplica.from_array, (self.array,)
+
+
+# It is a PerReplica to everyone who looks at it.
+StackedPerReplica.__name__ = StackedPerReplica.__qualname__ = "PerReplica"
 
 # Registered like a dataclass because JAX flattens those without calling Python: this
 # is on the path of every step.
@@ -352,7 +367,9 @@ def _dtype_of(part: Any) -> Any:
 
 
 def _is_concrete(array: Any) -> bool:
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return isinstance(array, np.ndarray) or (
+        isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    )
 
 
 def _rows(array: Any) -> tuple[Any, ...]:
@@ -360,7 +377,7 @@ def _rows(array: Any) -> tuple[Any, ...]:
     if isinstance(array, jax.ShapeDtypeStruct):
         row = jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
         return (row,) * array.shape[0]
-    if _is_concrete(array):
+    if isinstance(array, jax.Array) and _is_concrete(array):
         shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
         if all(s.data.shape[0] == 1 for s in shards) and len(
             {s.index[0].start for s in shards}

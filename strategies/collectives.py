@@ -206,8 +206,9 @@ def normalize_axis(axis: int, ndim: int, call: str) -> int:
     axis = axis.__index__()
     if ndim == 0:
         raise ValueError(
-            f"{call} needs arrays of at least one dimension. Got a scalar: add one "
-            "with `x[None]`."
+            f"{call} needs arrays of at least one dimension. Got a scalar: in a step, "
+            "add one with `x[None]`; outside, `experimental_local_results` returns the "
+            "scalars of all replicas."
         )
     if not -ndim <= axis < ndim:
         raise ValueError(

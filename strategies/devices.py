@@ -85,7 +85,8 @@ def resolve_device(device: jax.Device | str) -> jax.Device:
     except RuntimeError as e:
         raise DeviceError(
             f"There is no {kind!r} device for {device!r}. This process has: "
-            f"{', '.join(map(device_name, jax.local_devices()))}."
+            f"{', '.join(map(device_name, jax.local_devices()))}. For a GPU, install "
+            "JAX's build for it."
         ) from e
     if index >= len(known):
         raise DeviceError(
@@ -135,7 +136,7 @@ def resolve_devices(
       DeviceError: One is unknown, remote or repeated.
       TypeError: ``devices`` is not a sequence of devices.
     """
-    if isinstance(devices, (str, jax.Device)):
+    if isinstance(devices, (str, int, jax.Device)):
         raise TypeError(
             f"devices is a list of devices. Got {devices!r}: write [{devices!r}]."
         )

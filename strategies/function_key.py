@@ -45,6 +45,15 @@ def function_references(fn: Any) -> list[Any]:
     return references
 
 
+def code_key(fn: Any) -> Any:
+    """Describes a callable by its code alone, whatever it captures."""
+    while isinstance(fn, functools.partial) or hasattr(fn, "__wrapped__"):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__wrapped__
+    if isinstance(fn, types.MethodType):
+        return code_key(fn.__func__), id(fn.__self__)
+    return getattr(fn, "__code__", None) or id(fn)
+
+
 def captured_cells(fn: Any) -> list[tuple[Any, Any]]:
     """Returns the closure cells that the key of ``fn`` looks into, with their contents.
 

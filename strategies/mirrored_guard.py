@@ -52,8 +52,8 @@ class MirroredGuard:
 
         Args:
           fn: The function.
-          fn_key: Its key.
-          references: What the key holds by identity.
+          fn_key: Its code: what it captures may change from step to step.
+          references: What the key may hold by identity.
           leaves: How each flattened argument enters.
           arguments: ``(args, kwargs)``.
           allow_divergence: Whether to refuse nothing.
@@ -77,7 +77,8 @@ class MirroredGuard:
                 f"{getattr(fn, '__qualname__', repr(fn))} got a mirrored value at an "
                 f"earlier call and a PerReplica now for: {listed(diverged, ', ')}. "
                 "If this is state that the step returned, its replicas have drifted "
-                "apart: combine what makes it differ, usually gradients, with "
+                "apart: combine what makes it differ, such as gradients "
+                "or statistics of its batches, with "
                 "`rx.get_replica_context().all_reduce('mean', ...)`. If it is data, or "
                 "replicas are meant to hold different values here, pass "
                 "`options=rx.RunOptions(allow_divergence=True)`."

@@ -101,8 +101,8 @@ class Slot:
     metric: tuple[str, type] | None
     donated: bool
 
-    def write(self, new: Any) -> StateWrite:
-        """The record of writing ``new`` to it."""
+    def write(self, new: Any, in_step: Any = None) -> StateWrite:
+        """The record of writing ``new`` to it, where ``in_step`` stood for it."""
         averaged = issubclass(self.kind, nnx.BatchStat)
         return StateWrite(
             name=self.name,
@@ -111,6 +111,7 @@ class Slot:
             must_be_mirrored=self.metric is None and not averaged,
             average=averaged,
             group=self.metric,
+            kept=in_step if issubclass(self.kind, nnx.RngKey) else None,
         )
 
 
@@ -300,7 +301,7 @@ class TreeLift:
             for i, slot in enumerate(self.slots)
             if after[i] is not before[i] or slot.donated
         ]
-        writes = [self.slots[i].write(after[i]) for i in changed]
+        writes = [self.slots[i].write(after[i], before[i]) for i in changed]
         return out, writes, tuple(changed)
 
     settle = staticmethod(settle)
@@ -455,22 +456,16 @@ class GraphLift:
 
     def rebuild(self, leaves: list[Any], strategy: Strategy) -> Any:
         """Merges the objects, rng keys folded with the replica's id."""
-        given = list(leaves)
         fold_keys(leaves, self.slots, strategy)
         pure, state = self.treedef.unflatten(leaves)
         with nnx.merge_context(_GRAPH, inner=True) as context:
             objects = context.merge(self.graphdef, state)
         args, kwargs = _put_back(pure, objects)
-        unfolded = {
-            id(leaves[slot.leaf]): given[slot.leaf]
-            for slot in self.slots
-            if leaves[slot.leaf] is not given[slot.leaf]
-        }
-        return args, kwargs, (objects, leaves, unfolded)
+        return args, kwargs, (objects, leaves)
 
     def extract(self, token: Any, out: Any) -> tuple[Any, list[StateWrite], Any]:
         """Splits the objects, those that the step returns included."""
-        objects, _, unfolded = token
+        objects, leaves = token
         out, returned = _take_out(
             out, lambda x: isinstance(x, (nnx.Pytree, nnx.Module))
         )
@@ -492,7 +487,8 @@ class GraphLift:
                 donated=False,
             )
             for leaf in jax.tree.leaves(variable):
-                writes.append(slot.write(unfolded.get(id(leaf), leaf)))
+                in_step = None if known is None else leaves[known.leaf]
+                writes.append(slot.write(leaf, in_step))
         return out, writes, (graphdef, jax.tree.structure(state))
 
     settle = staticmethod(settle)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from replicax import _compat
 from replicax.errors import (
+    ConsumedArgumentError,
     DivergentCollectiveError,
     PerReplicaError,
     ReplicaDivergenceError,
@@ -33,6 +34,7 @@ from replicax.values import PerReplica
 
 from .arguments import Kind, Leaf
 from .context import in_replica
+from .forwarding import origin
 from .merge import split_for_replica
 from .placement import is_numeric
 from .replica_context import ReplicaContext
@@ -42,6 +44,12 @@ if TYPE_CHECKING:
     from .placement import Placer
     from .state import Lift, StateWrite
     from .strategy import Strategy
+
+
+_REMEDY = (
+    "Combine what differs before it is written, for example with "
+    "`grads = rx.get_replica_context().all_reduce('mean', grads)`."
+)
 
 
 @jax.tree_util.register_static
@@ -61,6 +69,9 @@ class _Record:
       out_tree: The structure of what it returned.
       out_leaves: The leaves that are no arrays, and None for each that is one.
       writes: The state that it wrote.
+      num_kept: How many outputs of the jaxpr, the first ones, only say what stood for
+        state in the step.
+      are_kept: For each write, whether the state keeps its old value after all.
       aux: The lift's note.
     """
 
@@ -68,6 +79,8 @@ class _Record:
     out_tree: Any = None
     out_leaves: list[Static | None] = dataclasses.field(default_factory=list)
     writes: list[StateWrite] = dataclasses.field(default_factory=list)
+    num_kept: int = 0
+    are_kept: list[bool] = dataclasses.field(default_factory=list)
     aux: Any = None
 
 
@@ -171,6 +184,7 @@ class Program:
 
     def _launch(self, arrays: list[Any]) -> tuple[Any, list[Any], Any]:
         if self._donated:
+            self._refuse_consumed(arrays)
             self._make_private(arrays)
         if get_abstract_mesh().empty:
             result = self._jitted_donating(*arrays)
@@ -218,6 +232,19 @@ class Program:
         """Whether every leaf is an array: neither a Python number nor static."""
         return len(self._last_shardings) == self._num_leaves
 
+    def _refuse_consumed(self, arrays: list[Any]) -> None:
+        """Refuses arrays that are gone: some JAX versions crash on them."""
+        gone = [
+            leaf.name
+            for x, leaf in zip(arrays, self._arrays, strict=True)
+            if isinstance(x, jax.Array) and x.is_deleted()
+        ]
+        if gone:
+            raise ConsumedArgumentError(
+                f"Deleted arrays were passed as {listed(gone, ', ')}. An earlier run "
+                "with RunOptions(donate=...) consumed them: use what that run returned."
+            )
+
     def _make_private(self, arrays: list[Any]) -> None:
         """Sees to it that donating destroys nothing that the caller did not donate.
 
@@ -262,6 +289,8 @@ class Program:
             return ()
 
         jax.eval_shape(self._shard_map(probe, PartitionSpec()), *arrays)
+        record.are_kept = _are_kept(record)
+        record.writes = [dataclasses.replace(w, kept=None) for w in record.writes]
         return record
 
     def _mapped(
@@ -272,15 +301,19 @@ class Program:
         evaluate = jax.extend.core.jaxpr_as_fun(record.jaxpr)
 
         def body(*locals_: Any) -> Any:
-            results = evaluate(*locals_)
+            results = evaluate(*locals_)[record.num_kept :]
             outputs = [
                 jax.numpy.expand_dims(x, 0) if v else x
                 for x, v in zip(results[:num_outputs], varies, strict=False)
             ]
+            written = record.writes, record.are_kept, results[num_outputs:]
             states = self._lift.settle(
                 record.jaxpr,
                 record.writes,
-                results[num_outputs:],
+                [
+                    locals_[write.input] if kept else new
+                    for write, kept, new in zip(*written, strict=True)
+                ],
                 varies[num_outputs:],
                 locals_,
                 self._strategy,
@@ -316,11 +349,16 @@ class Program:
             with in_replica(ReplicaContext(self._strategy)), _explained():
                 out = self._fn(*args, **kwargs)
             out, writes, record.aux = self._lift.extract(token, out)
-            record.writes = [dataclasses.replace(w, new=None) for w in writes]
             leaves, record.out_tree = jax.tree.flatten(split_for_replica(out))
             record.out_leaves = [None if _is_value(x) else Static(x) for x in leaves]
             arrays = [x for x in leaves if _is_value(x)]
-            return arrays + [write.new for write in writes]
+            kept = [w.kept for w in writes if w.kept is not None]
+            record.num_kept = len(kept)
+            record.writes = [
+                dataclasses.replace(w, new=None, kept=w.kept is not None or None)
+                for w in writes
+            ]
+            return kept + arrays + [w.new for w in writes]
 
         return step
 
@@ -338,15 +376,27 @@ class Program:
         proof = prove(record.jaxpr, inputs, axis_name, names)
         _raise_problems(proof.problems)
         first_write = len(proof.varies) - len(record.writes)
-        clauses = []
-        for i, write in enumerate(record.writes, start=first_write):
-            if proof.varies[i] and write.must_be_mirrored:
-                clauses.append(
-                    f"{write.name} would differ between replicas: it {proof.why(i)}"
-                )
+        varies, clauses = list(proof.varies), []
+        for i, write in enumerate(record.writes):
+            output = first_write + i
+            varies[output] &= not record.are_kept[i]
+            if varies[output] and write.must_be_mirrored:
+                why = proof.why(output)
+                clauses.append(f"{write.name} would differ between replicas: it {why}")
         if clauses:
-            raise ReplicaDivergenceError(listed(clauses))
-        return proof.varies
+            raise ReplicaDivergenceError(f"{listed(clauses)}\n{_REMEDY}")
+        return tuple(varies[record.num_kept :])
+
+
+def _are_kept(record: _Record) -> list[bool]:
+    """For each write, whether it only passes on what stood for the state."""
+    outputs = _compat.open_jaxpr(record.jaxpr).outvars
+    stand_ins = iter(outputs[: record.num_kept])
+    news = outputs[len(outputs) - len(record.writes) :]
+    return [
+        write.kept is not None and origin(record.jaxpr, new) is next(stand_ins)
+        for write, new in zip(record.writes, news, strict=True)
+    ]
 
 
 def _own_row(rows: Any, leaf: Leaf) -> Any:
@@ -424,9 +474,12 @@ def _explained() -> Iterator[None]:
         raise
     except Exception as e:
         flax_errors = sys.modules.get("flax.errors")
-        if flax_errors and isinstance(e, flax_errors.TraceContextError):
+        if "trace level" in str(e) or (
+            flax_errors and isinstance(e, flax_errors.TraceContextError)
+        ):
             e.add_note(
-                "The step changes an nnx object that it captures. Pass the object as "
-                "an argument of `run`: its changes are then written back to it."
+                "The step changes or differentiates an nnx object that it captures. "
+                "Pass the object as an argument of `run`: what the step changes is "
+                "then written back to it."
             )
         raise

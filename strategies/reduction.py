@@ -300,6 +300,7 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
                 x.local, axis, strategy.axis_name, strategy.num_replicas_in_sync
             )
         if _is_uniform(x):
+            collectives.normalize_axis(axis, x.ndim, "gather")
             step = _step(
                 collectives.all_gather,
                 axis=axis,

@@ -26,6 +26,7 @@ from .call import Call, ProgramCall
 from .captured_state import captured_variables, have_changed
 from .function_key import (
     captured_cells,
+    code_key,
     contents_of,
     function_key,
     function_references,
@@ -127,7 +128,7 @@ class Runner:
             if not tracing:
                 self._guard.check(
                     fn,
-                    key[0],
+                    code_key(fn),
                     references,
                     described,
                     (args, kwargs),

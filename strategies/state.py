@@ -26,6 +26,8 @@ class StateWrite:
       must_be_mirrored: Whether it is an error that it varies.
       average: Whether it is averaged over replicas if it varies.
       group: The group of states that are combined together, or None.
+      kept: The value that stood for the state in the step, where that is not its old
+        one. If ``new`` is only that value passed on, the old one is written back.
     """
 
     name: str
@@ -34,6 +36,7 @@ class StateWrite:
     must_be_mirrored: bool = True
     average: bool = False
     group: Any = None
+    kept: Any = None
 
 
 class Lift(Protocol):

@@ -69,7 +69,7 @@ def test_known_sizes_are_checked_beforehand():
     check_sizes({9: 3, 3: 1}, 4, "pad", 9)
     with pytest.raises(UnevenBatchError, match=r"The last batch \(of 4\) has 3 rows"):
         check_sizes({8: 3, 3: 1}, 4, "error", 8)
-    with pytest.raises(UnevenBatchError, match=r"A batch \(3 of 4 in an epoch\) has 9"):
+    with pytest.raises(UnevenBatchError, match=r"A batch \(3 of 4\) has 9"):
         check_sizes({9: 3, 4: 1}, 4, "error", 9)
 
 

@@ -167,3 +167,10 @@ def test_not_in_a_step(two):
     x = placed(two, [np.ones(1), np.ones(1)])
     with pytest.raises(rx.ContextError, match="all_gather"):
         two.run(lambda x: two.gather(x), (x,))
+
+
+def test_gathering_scalars_says_what_lists_them():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    scalars = strategy.experimental_distribute_values_from_function(lambda ctx: 1.0)
+    with pytest.raises(ValueError, match=r"^gather needs.*experimental_local_results"):
+        strategy.gather(scalars)

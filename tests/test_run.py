@@ -642,6 +642,20 @@ def test_nothing_is_donated_when_the_step_raises():
     assert a.tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("strategy", [ONE, TWO], ids=["x1", "x2"])
+def test_passing_what_was_consumed_is_refused_by_name(strategy):
+    donate = rx.RunOptions(donate=0)
+    state = {"w": strategy.run(lambda w: w + 1, (jnp.ones(4),), options=donate)}
+
+    def step(s):
+        return {"w": s["w"] * 2}
+
+    strategy.run(step, (state,), options=donate)
+    for _ in range(2):
+        with pytest.raises(rx.ConsumedArgumentError, match=r"s\['w'\].*earlier run"):
+            strategy.run(step, (state,), options=donate)
+
+
 # -- divergence ----------------------------------------------------------------------
 
 
@@ -657,6 +671,13 @@ def test_state_that_drifted_is_refused_when_it_comes_back():
         step, (w, ids(TWO, (2,))), options=rx.RunOptions(allow_divergence=True)
     )
     assert [v.tolist() for v in local.values] == [[-1.0, -1.0], [-3.0, -3.0]]
+
+
+def test_drift_is_found_though_the_step_captures_something_else_each_time():
+    w = jnp.ones(2)
+    with pytest.raises(rx.ReplicaDivergenceError, match="drifted"):
+        for i in range(3):
+            w = TWO.run(lambda w, x, i=i: w - i * x, (w, ids(TWO, (2,))))
 
 
 def test_allowing_divergence_once_does_not_allow_it_for_good():

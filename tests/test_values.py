@@ -371,3 +371,19 @@ def test_one_component_is_iterated_compared_and_measured_and_many_are_not(strate
     for use in (iter, len, lambda v: v == 1.0, lambda v: v[0]):
         with pytest.raises(rx.PerReplicaError, match="2 replicas"):
             use(two)
+
+
+def test_advice_fits_the_value_and_the_name_is_the_public_one(strategies):
+    scalars = values(strategies[2], 1, 2)
+    with pytest.raises(rx.PerReplicaError) as e:
+        float(scalars)
+    assert "gather" not in str(e.value)
+    vectors = strategies[2].experimental_distribute_values_from_function(
+        lambda ctx: np.ones(3)
+    )
+    with pytest.raises(rx.PerReplicaError, match="gather"):
+        np.asarray(vectors)
+    assert type(vectors).__name__ == "PerReplica" and vectors.ndim == 1
+    again = pickle.loads(pickle.dumps(vectors))
+    assert [v.tolist() for v in again.values] == [[1.0] * 3] * 2
+    assert "1: [1. 1. 1.]" in repr(jax.device_get(vectors))
