@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import os
 import threading
 import weakref
 from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any
+
+import jax
 
 _VALUE, _ERROR, _END = "value", "error", "end"
 
@@ -53,11 +56,12 @@ class Prefetched(Iterator[Any]):
     def __init__(self, iterator: Iterator[Any], ahead: int):
         self._channel = channel = _Channel(ahead)
         self._ended = False
+        self._process = os.getpid()
         # The thread sees the context variables of the code that asked for the data.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run,
-            args=(_produce, iterator, channel),
+            args=(_produce, iterator, channel, jax.config.jax_enable_x64),
             name="replicax-prefetch",
             daemon=True,
         )
@@ -68,11 +72,17 @@ class Prefetched(Iterator[Any]):
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This iterator was made before the process was forked, and the thread "
+                "that prepares its batches is not here. Make the iterator afterwards."
+            )
         kind, value = self._channel.results.get()
         if kind is _VALUE:
             self._channel.permits.put(None)
             return value
         self._ended = True
+        self._channel.results.put((_END, None))  # for other threads that wait here
         if kind is _ERROR:
             # A local name for the error would tie it and this frame in a cycle.
             raise value.pop()
@@ -91,7 +101,13 @@ class Prefetched(Iterator[Any]):
         self._channel = _Channel(0)
 
 
-def _produce(iterator: Iterator[Any], channel: _Channel) -> None:
+def _produce(iterator: Iterator[Any], channel: _Channel, x64: bool) -> None:
+    # JAX's settings belong to a thread; this one decides what 64 bit arrays become.
+    with jax.enable_x64(x64):
+        _produce_all(iterator, channel)
+
+
+def _produce_all(iterator: Iterator[Any], channel: _Channel) -> None:
     thread = threading.current_thread()
     _running[thread] = channel
     try:

@@ -97,6 +97,11 @@ class PerReplica(DistributedValues):
     __slots__ = ("__weakref__", "_parts", "is_data")
 
     def __init__(self, values: Sequence[Any]):
+        if isinstance(values, (str, bytes, dict)):
+            raise TypeError(
+                "PerReplica takes a list or tuple of components, one for each replica. "
+                f"Got {values!r}."
+            )
         if len(values) == 0:
             raise ValueError("PerReplica needs at least one component. Got none.")
         self._parts: tuple[Any, ...] | None = tuple(values)

@@ -42,7 +42,7 @@ def assert_mirrored(tree: Any) -> Any:
       replicax.ReplicaDivergenceError: ['w'] holds one value per replica...
     """
     if has_strategy() and get_replica_context() is not None:
-        return jax.tree_util.tree_map_with_path(_mark, tree)
+        return jax.tree_util.tree_map_with_path(_mark, tree, is_leaf=is_per_replica)
     diverged = [
         jax.tree_util.keystr(path) or "The value"
         for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_per_replica)
@@ -58,6 +58,11 @@ def assert_mirrored(tree: Any) -> Any:
 
 
 def _mark(path: Any, x: Any) -> Any:
+    if is_per_replica(x):
+        raise ReplicaDivergenceError(
+            f"{jax.tree_util.keystr(path) or 'The value'} is a PerReplica that the "
+            "step captured: it holds one value per replica."
+        )
     if not isinstance(x, jax.core.Tracer):
         return x
     return checkpoint_name(

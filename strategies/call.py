@@ -25,6 +25,8 @@ class Call:
 
     references: list[Any]
     """What the call's key holds by identity, kept alive."""
+    code: Any = None
+    """The function's code."""
     watched: Sequence[tuple[Any, Any]] = ()
     """nnx Variables that the function captures, with what they held."""
     forget: Callable[[], Any]

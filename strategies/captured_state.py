@@ -16,12 +16,17 @@ from typing import Any
 
 import jax
 
+# Their objects hold no user's state, and much of their own.
+_LIBRARIES = frozenset(
+    {"builtins", "jax", "jaxlib", "numpy", "flax", "optax", "replicax"}
+)
+
 
 def captured_variables(fn: Callable[..., Any]) -> list[tuple[Any, Any]]:
     """Finds the nnx Variables that a function can reach without its arguments.
 
-    Looks into closures, defaults, partials, the attributes of a bound method's object,
-    and the globals that the code names; and so on, through functions found there.
+    Looks into closures, defaults, partials, bound methods, the globals that the code
+    names and the attributes of objects; and so on, through what is found there.
 
     Args:
       fn: The step.
@@ -65,9 +70,7 @@ def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
-        yield value.__func__
-        yield from getattr(value.__self__, "__dict__", {}).values()
-        yield value.__self__
+        yield from (value.__func__, value.__self__)
     elif isinstance(value, types.FunctionType):
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
@@ -81,6 +84,9 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value
     elif isinstance(value, dict) and len(value) < 100:
         yield from value.values()
+    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        yield from getattr(value, "__dict__", {}).values()
+        yield getattr(value, "__wrapped__", None)
 
 
 def _named_globals(fn: types.FunctionType) -> Iterator[Any]:

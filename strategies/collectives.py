@@ -76,6 +76,9 @@ def after_sum(total: jax.Array, op: ReduceOp, count: Any, dtype: Any) -> jax.Arr
       The reduced value.
     """
     if op is ReduceOp.MEAN:
+        if isinstance(count, jax.Array) and jnp.issubdtype(total.dtype, jnp.inexact):
+            wide = jnp.promote_types(total.dtype, jnp.float32)  # many weights count
+            total, count = total.astype(wide), count.astype(wide)
         total = total / count
     return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 

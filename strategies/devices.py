@@ -140,7 +140,7 @@ def resolve_devices(
         raise TypeError(
             f"devices is a list of devices. Got {devices!r}: write [{devices!r}]."
         )
-    if not devices:
+    if devices is None or len(devices) == 0:
         return tuple(jax.local_devices())
     resolved = tuple(resolve_device(d) for d in devices)
     repeated = {device_name(d) for d in resolved if resolved.count(d) > 1}

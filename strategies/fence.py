@@ -9,12 +9,20 @@ launch in eight keeps far below that limit and costs nothing that can be measure
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 _LAUNCHES_BETWEEN_WAITS = 8
+
+LAUNCHING = threading.RLock()
+"""Held while a program with collectives is launched.
+
+Launches of two threads must reach all devices in the same order: otherwise one device
+waits in the first program for another one that waits in the second.
+"""
 
 
 class Fence:
@@ -31,8 +39,11 @@ class Fence:
             ones is always safe: nobody can have donated them yet.
         """
         if next(self._launches) % _LAUNCHES_BETWEEN_WAITS == 0:
-            for array in jax.tree.leaves(outputs)[:1]:
-                array.block_until_ready()
+            leaves = jax.tree.leaves(outputs)
+            if leaves:
+                leaves[0].block_until_ready()
+            else:  # a step that only has effects, such as printing
+                jax.effects_barrier()
 
 
 def fence_for(mesh: Mesh) -> Fence | None:

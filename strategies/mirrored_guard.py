@@ -21,15 +21,15 @@ from .tables import drop_oldest
 
 
 class _Seen(NamedTuple):
-    """The arguments of a function that were mirrored at some call of it.
+    """The arguments of a function, by how they came in at some call of it.
 
     Attributes:
-      names: Their names.
-      references: What the function's key holds by identity, kept alive.
+      mirrored: The names of those that were mirrored.
+      per_replica: The names of those that were not, and were no data.
     """
 
-    names: set[str]
-    references: list[Any]
+    mirrored: set[str]
+    per_replica: set[str]
 
 
 class MirroredGuard:
@@ -43,35 +43,38 @@ class MirroredGuard:
         self,
         fn: Callable[..., Any],
         fn_key: Any,
-        references: list[Any],
         leaves: Sequence[Leaf],
         arguments: Any,
         allow_divergence: bool,
-    ) -> None:
+    ) -> bool:
         """Notes what is mirrored in a call, and refuses what was once.
 
         Args:
           fn: The function.
           fn_key: Its code: what it captures may change from step to step.
-          references: What the key may hold by identity.
           leaves: How each flattened argument enters.
           arguments: ``(args, kwargs)``.
           allow_divergence: Whether to refuse nothing.
+
+        Returns:
+          Whether an earlier call, which was fine then, must be looked at again.
 
         Raises:
           ReplicaDivergenceError: An argument was mirrored before and is not now. Data
             are not meant: what a dataset or a ``value_fn`` made may be either.
         """
         with self._lock:
-            mirrored = self._seen.setdefault(fn_key, _Seen(set(), references)).names
+            seen = self._seen.setdefault(fn_key, _Seen(set(), set()))
             drop_oldest(self._seen)
         values = jax.tree.leaves(arguments, is_leaf=is_per_replica)
-        diverged = []
+        known, diverged = len(seen.mirrored & seen.per_replica), []
         for leaf, value in zip(leaves, values, strict=True):
             if leaf.kind is Kind.MIRRORED:
-                mirrored.add(leaf.name)
-            elif leaf.kind is Kind.PER_REPLICA and leaf.name in mirrored:
-                diverged += [] if value.is_data else [leaf.name]
+                seen.mirrored.add(leaf.name)
+            elif leaf.kind is Kind.PER_REPLICA and not value.is_data:
+                seen.per_replica.add(leaf.name)
+                if leaf.name in seen.mirrored:
+                    diverged.append(leaf.name)
         if diverged and not allow_divergence:
             raise ReplicaDivergenceError(
                 f"{getattr(fn, '__qualname__', repr(fn))} got a mirrored value at an "
@@ -83,3 +86,4 @@ class MirroredGuard:
                 "replicas are meant to hold different values here, pass "
                 "`options=rx.RunOptions(allow_divergence=True)`."
             )
+        return len(seen.mirrored & seen.per_replica) > known

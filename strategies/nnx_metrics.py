@@ -8,8 +8,8 @@ all of them are combined by the metric's own rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 from replicax._compat import open_jaxpr
 from replicax.errors import ReplicaDivergenceError
 
+from .dataflow import dependent, is_increment
 from .state import StateWrite
 
 
@@ -59,6 +60,7 @@ def settle(
     values: list[Any],
     varies: Sequence[bool],
     inputs: Sequence[Any],
+    states: Sequence[int],
     axis_name: str,
 ) -> None:
     """Combines, in place, the states of every metric of which one varies.
@@ -69,78 +71,117 @@ def settle(
       values: The new values, replaced by the combined ones.
       varies: Whether each differs between replicas.
       inputs: The step's arrays, to find old values in.
+      states: Which of them are states of metrics.
       axis_name: The mesh axis of the replicas.
 
     Raises:
-      ReplicaDivergenceError: The metric's rule is not known.
+      ReplicaDivergenceError: How to combine the states is not known.
     """
-    first_write = len(open_jaxpr(jaxpr).outvars) - len(writes)
+    jaxpr = open_jaxpr(jaxpr)
+    outputs = jaxpr.outvars[len(jaxpr.outvars) - len(writes) :]
+    reached = dependent(jaxpr, (jaxpr.invars[i] for i in states))
     for group in {w.group for w in writes if w.group is not None}:
         members = [i for i, w in enumerate(writes) if w.group == group]
         if not any(varies[i] for i in members):
             continue
-        states = {}
+        found = {}
         for i in members:
-            w = writes[i]
-            if w.input is not None and _depends(jaxpr, first_write + i, w.input):
-                old = inputs[w.input]
-            else:
-                old = jnp.zeros_like(values[i])
-            states[w.name.rsplit(".", 1)[-1]] = (i, old, values[i])
-        kind = group[1]
-        if issubclass(kind, nnx.metrics.Average):
-            combined = _average(states, axis_name)
-        elif issubclass(kind, nnx.metrics.Welford):
-            combined = _welford(states, axis_name)
-        else:
-            raise ReplicaDivergenceError(
-                f"The metric {writes[members[0]].name.rsplit('.', 1)[0]} "
-                f"({kind.__name__}) differs between replicas, and how to combine its "
-                "states is not known. Derive it from nnx.metrics.Average or "
-                "nnx.metrics.Welford, or update it with values that were combined "
-                "with all_reduce or all_gather."
+            write = writes[i]
+            start = None if write.input is None else jaxpr.invars[write.input]
+            found[write.name.rpartition(".")[2]] = _State(
+                index=i,
+                old=jnp.zeros_like(values[i]) if start is None else inputs[write.input],
+                new=values[i],
+                is_reset=_is_literal(outputs[i]) or outputs[i] not in reached,
+                is_added_to=start is not None
+                and is_increment(jaxpr, outputs[i], start, reached),
             )
-        for i, value in combined.items():
+        name = writes[members[0]].name.rpartition(".")[0]
+        for i, value in _rule(name, group[1])(name, found, axis_name).items():
             values[i] = value.astype(values[i].dtype)
 
 
-_States = dict[str, tuple[int, jax.Array, jax.Array]]
+class _State(NamedTuple):
+    """One state of a metric.
+
+    Attributes:
+      index: Its place among the writes.
+      old: What it held before the step.
+      new: What it holds after the step, on this replica.
+      is_reset: Whether ``new`` depends on no metric's old state.
+      is_added_to: Whether ``new`` is ``old`` plus something that depends on none.
+    """
+
+    index: int
+    old: jax.Array
+    new: jax.Array
+    is_reset: bool
+    is_added_to: bool
 
 
-def _average(states: _States, axis_name: str) -> dict[int, jax.Array]:
+_States = dict[str, _State]
+
+
+def _rule(name: str, kind: type) -> Callable[[str, _States, str], dict[int, Any]]:
+    if issubclass(kind, nnx.metrics.Average):
+        return _average
+    if issubclass(kind, nnx.metrics.Welford) and (
+        kind.update is nnx.metrics.Welford.update
+    ):
+        return _welford
+    raise _unknown(name, f"nothing is known about a {kind.__name__}")
+
+
+def _unknown(name: str, why: str) -> ReplicaDivergenceError:
+    return ReplicaDivergenceError(
+        f"The metric {name} differs between replicas, and how to combine its states is "
+        f"not known: {why}. Derive it from nnx.metrics.Average, whose states are only "
+        "added to or reset in a step (not reset in a branch), or update it with values "
+        "that were combined with all_reduce or all_gather."
+    )
+
+
+def _average(name: str, states: _States, axis_name: str) -> dict[int, jax.Array]:
     """Sums of sums: what each replica added is added once."""
-    added = lax.psum({i: new - old for i, old, new in states.values()}, axis_name)
-    return {i: old + added[i] for i, old, _ in states.values()}
+    olds = {}
+    for label, state in states.items():
+        if not (state.is_reset or state.is_added_to):
+            raise _unknown(name, f"its {label} is not the old one plus something new")
+        olds[label] = jnp.zeros_like(state.old) if state.is_reset else state.old
+    added = lax.psum({k: s.new - olds[k] for k, s in states.items()}, axis_name)
+    return {s.index: olds[k] + added[k] for k, s in states.items()}
 
 
-def _welford(states: _States, axis_name: str) -> dict[int, jax.Array]:
+def _welford(name: str, states: _States, axis_name: str) -> dict[int, jax.Array]:
     """Merges counts, means and squared deviations of batches seen by the replicas.
 
     The pairwise rule is that of Chan, Golub and LeVeque, "Algorithms for computing
     the sample variance" (1983), applied to the old state and each replica's batch.
     """
-    (i_n, n0, n1), (i_mean, mean0, mean1) = states["count"], states["mean"]
-    i_m2, m2_0, m2_1 = states["m2"]
-    n0, n1 = n0.astype(m2_1.dtype), n1.astype(m2_1.dtype)
-    batch = n1 - n0
-    nonzero = jnp.maximum(batch, 1)
-    batch_mean = jnp.where(batch > 0, (n1 * mean1 - n0 * mean0) / nonzero, mean0)
-    batch_m2 = m2_1 - m2_0 - (batch_mean - mean0) ** 2 * n0 * batch / jnp.maximum(n1, 1)
-    total = n0 + lax.psum(batch, axis_name)
-    mean = mean0 + lax.psum(batch * (batch_mean - mean0), axis_name) / jnp.maximum(
-        total, 1
+    count, mean_state, m2_state = states["count"], states["mean"], states["m2"]
+    is_reset = all(s.is_reset for s in states.values())
+    if not (is_reset or count.is_added_to):
+        raise _unknown(name, "its count is not the old one plus something new")
+    dtype = m2_state.new.dtype
+    n0, mean0, m2_0 = (
+        jnp.zeros((), dtype) if is_reset else s.old.astype(dtype)
+        for s in (count, mean_state, m2_state)
     )
-    spread = batch_m2 + batch * (batch_mean - mean) ** 2
-    m2 = m2_0 + n0 * (mean0 - mean) ** 2 + lax.psum(spread, axis_name)
-    return {i_n: total, i_mean: mean, i_m2: m2}
+    n1, mean1, m2_1 = count.new.astype(dtype), mean_state.new, m2_state.new
+    one = jnp.ones((), dtype)
+    batch = n1 - n0
+    batch_mean = jnp.where(
+        batch > 0, (n1 * mean1 - n0 * mean0) / jnp.maximum(batch, one), mean0
+    )
+    shift = batch_mean - mean0
+    batch_m2 = m2_1 - m2_0 - shift * shift * n0 * batch / jnp.maximum(n1, one)
+    total = n0 + lax.psum(batch, axis_name)
+    mean = mean0 + lax.psum(batch * shift, axis_name) / jnp.maximum(total, one)
+    away, back = batch_mean - mean, mean0 - mean
+    spread = lax.psum(batch_m2 + batch * away * away, axis_name)
+    m2 = m2_0 + n0 * back * back + spread
+    return {count.index: total, mean_state.index: mean, m2_state.index: m2}
 
 
-def _depends(jaxpr: Any, output: int, input_: int) -> bool:
-    """Whether an output may depend on an input; else the state was reset."""
-    jaxpr = open_jaxpr(jaxpr)
-    reached = {jaxpr.invars[input_]}
-    for eqn in jaxpr.eqns:
-        if any(v in reached for v in eqn.invars if not hasattr(v, "val")):
-            reached.update(eqn.outvars)
-    out = jaxpr.outvars[output]
-    return not hasattr(out, "val") and out in reached
+def _is_literal(variable: Any) -> bool:
+    return hasattr(variable, "val")

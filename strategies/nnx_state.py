@@ -134,31 +134,45 @@ def _is_typed_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def settle(
-    jaxpr: Any,
-    writes: Sequence[StateWrite],
-    values: Sequence[Any],
-    varies: Sequence[bool],
-    inputs: Sequence[Any],
-    strategy: Strategy,
-) -> list[Any]:
-    """Combines over replicas the written values that may vary.
+@dataclasses.dataclass(frozen=True)
+class _Lift:
+    """What both ways share.
 
-    Returns:
-      The values, all mirrored.
+    Attributes:
+      slots: The Variables among the arguments.
     """
-    settled = list(values)
-    averaged = [i for i, w in enumerate(writes) if w.average and varies[i]]
-    means = collectives.all_reduce(
-        "mean",
-        [settled[i] for i in averaged],
-        strategy.axis_name,
-        strategy.num_replicas_in_sync,
-    )
-    for i, mean in zip(averaged, means, strict=True):
-        settled[i] = mean.astype(settled[i].dtype)
-    nnx_metrics.settle(jaxpr, writes, settled, varies, inputs, strategy.axis_name)
-    return settled
+
+    slots: tuple[Slot, ...]
+
+    def settle(
+        self,
+        jaxpr: Any,
+        writes: Sequence[StateWrite],
+        values: Sequence[Any],
+        varies: Sequence[bool],
+        inputs: Sequence[Any],
+        strategy: Strategy,
+    ) -> list[Any]:
+        """Combines over replicas the written values that may vary."""
+        settled = list(values)
+        averaged = [i for i, w in enumerate(writes) if w.average and varies[i]]
+        means = collectives.all_reduce(
+            "mean",
+            [settled[i] for i in averaged],
+            strategy.axis_name,
+            strategy.num_replicas_in_sync,
+        )
+        for i, mean in zip(averaged, means, strict=True):
+            settled[i] = mean.astype(settled[i].dtype)
+        states = [
+            slot.input
+            for slot in self.slots
+            if slot.input is not None and issubclass(slot.kind, nnx.metrics.MetricState)
+        ]
+        nnx_metrics.settle(
+            jaxpr, writes, settled, varies, inputs, states, strategy.axis_name
+        )
+        return settled
 
 
 # -- objects that are trees ----------------------------------------------------------
@@ -200,7 +214,7 @@ class TreeCall(Call):
             for leaf, x in zip(described, found, strict=True)
         ]
         self._slots = _slots((args, kwargs), described)
-        lift = TreeLift(replica_structure((args, kwargs)), self._slots)
+        lift = TreeLift(self._slots, replica_structure((args, kwargs)))
         self._call = ProgramCall(runner, fn, described, lift)
         self._call.forget = lambda: self.forget()
         self._graph_call = GraphCall(runner, fn)
@@ -262,16 +276,14 @@ class _StructureChanged(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeLift:
+class TreeLift(_Lift):
     """Rebuilds objects as pytrees and finds the Variables that a step wrote.
 
     Attributes:
       treedef: The structure of ``(args, kwargs)`` that one replica sees.
-      slots: Their Variables.
     """
 
     treedef: Any
-    slots: tuple[Slot, ...]
 
     def rebuild(self, leaves: list[Any], strategy: Strategy) -> Any:
         """Unflattens the arguments, rng keys folded with the replica's id."""
@@ -303,8 +315,6 @@ class TreeLift:
         ]
         writes = [self.slots[i].write(after[i], before[i]) for i in changed]
         return out, writes, tuple(changed)
-
-    settle = staticmethod(settle)
 
 
 # -- objects that are graphs ---------------------------------------------------------
@@ -416,10 +426,10 @@ class GraphCall(Call):
                 described.append(leaf)
                 num_arrays += 1
         lift = GraphLift(
-            replica_structure((pure, state)),
-            graphdef,
-            tuple(slots),
-            tuple(r.name for r in roots),
+            slots=tuple(slots),
+            treedef=replica_structure((pure, state)),
+            graphdef=graphdef,
+            roots=tuple(r.name for r in roots),
         )
         return ProgramCall(self._runner, self._fn, described, lift)
 
@@ -439,19 +449,17 @@ def _dotted(path: Sequence[Any]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class GraphLift:
+class GraphLift(_Lift):
     """Rebuilds objects with nnx's merge and takes them apart with its split.
 
     Attributes:
       treedef: The structure of the marked arguments and the state, as replicas see it.
       graphdef: The objects' static part.
-      slots: The leaves of the state.
       roots: The objects' names.
     """
 
     treedef: Any
     graphdef: Any
-    slots: tuple[Slot, ...]
     roots: tuple[str, ...]
 
     def rebuild(self, leaves: list[Any], strategy: Strategy) -> Any:
@@ -490,5 +498,3 @@ class GraphLift:
                 in_step = None if known is None else leaves[known.leaf]
                 writes.append(slot.write(leaf, in_step))
         return out, writes, (graphdef, jax.tree.structure(state))
-
-    settle = staticmethod(settle)

@@ -20,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.errors import PerReplicaError, ReplicaDivergenceError
 from replicax.values import PerReplica
 
+from ..datasets import buffers
+
 
 class Placer:
     """Places values on the devices of one mesh.
@@ -81,7 +83,8 @@ class Placer:
         known = self._placed.get(id(x))
         if known is not None and known[0]() is x and not known[1].is_deleted():
             return known[1]
-        placed = jax.device_put(x, sharding)
+        # device_put may share memory with its source, even when told not to.
+        placed = jax.device_put(x, sharding).copy()
         forget = _forget(self._placed, id(x))
         self._placed[id(x)] = (weakref.ref(x, forget), placed)
         return placed
@@ -117,6 +120,12 @@ class Placer:
             self._owned = alive
             self._most_owned = 2 * len(alive) + 1000
 
+    @staticmethod
+    def share_memory(x: jax.Array, others: Iterable[jax.Array]) -> bool:
+        """Whether an array lies in the same memory as another one, on any device."""
+        mine = _addresses(x)
+        return any(not mine.isdisjoint(_addresses(other)) for other in others)
+
     # -- checking --------------------------------------------------------------------
 
     def check_copies_equal(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -146,6 +155,12 @@ class Placer:
             )
 
 
+def _addresses(x: jax.Array) -> set[int]:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
+
+
 def _forget(table: dict[int, Any], key: int) -> Any:
     def forget(reference: Any) -> None:
         entry = table.get(key)
@@ -168,11 +183,7 @@ def as_array(x: Any) -> Any:
 
 def is_numeric(x: Any) -> bool:
     """Whether an array can lie on a device: not one of strings or objects."""
-    return (
-        isinstance(x, jax.Array)
-        or x.dtype.kind in "biufc"
-        or jax.dtypes.issubdtype(x.dtype, jax.numpy.number)  # bfloat16 and kin
-    )
+    return isinstance(x, jax.Array) or buffers.is_numeric(x.dtype)
 
 
 def stack(value: PerReplica, placer: Placer, name: str = "the value") -> PerReplica:

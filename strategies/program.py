@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,8 @@ from replicax.values import PerReplica
 
 from .arguments import Kind, Leaf
 from .context import in_replica
-from .forwarding import origin
+from .dataflow import origin
+from .fence import LAUNCHING
 from .merge import split_for_replica
 from .placement import is_numeric
 from .replica_context import ReplicaContext
@@ -186,10 +188,11 @@ class Program:
         if self._donated:
             self._refuse_consumed(arrays)
             self._make_private(arrays)
-        if get_abstract_mesh().empty:
-            result = self._jitted_donating(*arrays)
-        else:
-            result = self._call(self._jitted_donating, arrays)
+        with LAUNCHING:
+            if get_abstract_mesh().empty:
+                result = self._jitted_donating(*arrays)
+            else:
+                result = self._call(self._jitted_donating, arrays)
         if self._donated:
             self._placer.own(jax.tree.leaves(result))
         if self._fence is not None:
@@ -251,10 +254,20 @@ class Program:
         Only what an earlier donating run returned is known to share its memory with
         nothing else, and is donated as it is.
         """
-        seen = {id(arrays[i]) for i in self._kept}
+        kept = [arrays[i] for i in self._kept if self._shardings[i] is not None]
+        sizes = {arrays[i].nbytes for i in self._donated}
+        n = self._placer.num_replicas
+        # Memory can be shared by two arrays only if they are of one size, in whole (a
+        # mirrored array) or on each device.
+        alike = [x for x in kept if not sizes.isdisjoint((x.nbytes, x.nbytes // n))]
+        seen = set(map(id, kept))
         for i in self._donated:
             x = arrays[i]
-            if id(x) in seen or not self._placer.owns(x):
+            if (
+                id(x) in seen
+                or not self._placer.owns(x)
+                or (alike and self._placer.share_memory(x, alike))
+            ):
                 arrays[i] = x.copy()
             seen.add(id(x))
 
@@ -311,7 +324,7 @@ class Program:
                 record.jaxpr,
                 record.writes,
                 [
-                    locals_[write.input] if kept else new
+                    locals_[write.input] if kept and write.input is not None else new
                     for write, kept, new in zip(*written, strict=True)
                 ],
                 varies[num_outputs:],
@@ -348,6 +361,7 @@ class Program:
             args, kwargs, token = self._lift.rebuild(leaves, self._strategy)
             with in_replica(ReplicaContext(self._strategy)), _explained():
                 out = self._fn(*args, **kwargs)
+            _refuse_unfinished(out)
             out, writes, record.aux = self._lift.extract(token, out)
             leaves, record.out_tree = jax.tree.flatten(split_for_replica(out))
             record.out_leaves = [None if _is_value(x) else Static(x) for x in leaves]
@@ -397,6 +411,17 @@ def _are_kept(record: _Record) -> list[bool]:
         write.kept is not None and origin(record.jaxpr, new) is next(stand_ins)
         for write, new in zip(record.writes, news, strict=True)
     ]
+
+
+def _refuse_unfinished(out: Any) -> None:
+    if inspect.isgenerator(out) or inspect.iscoroutine(out):
+        what = type(out).__name__
+        if inspect.iscoroutine(out):
+            out.close()
+        raise TypeError(
+            f"The step returned a {what}, whose body has not run. A step must be an "
+            "ordinary function that returns its results."
+        )
 
 
 def _own_row(rows: Any, leaf: Leaf) -> Any:

@@ -153,13 +153,19 @@ def _partial(
     where an axis is reduced too, and the sum of the weights where there are some.
     """
     x = jnp.asarray(x)
+    if accumulate_dtype is None and op is ReduceOp.MEAN and _is_half(x.dtype):
+        accumulate_dtype = jnp.float32  # as jnp.mean does: many halves overflow
     total = collectives.for_sum(x, op, accumulate_dtype)
     if axes is not None:
         axes = tuple(collectives.normalize_axis(a, x.ndim, "reduce") for a in axes)
     if weights is not None:
         w = _aligned(_as_counts(jnp.asarray(weights)), x, axes)
         # What has no weight may hold anything, such as the NaN of a padded row.
-        total = jnp.where(w == 0, 0, total * w)
+        if jnp.issubdtype(total.dtype, jnp.inexact):
+            w_like = w.astype(total.dtype)
+        else:
+            w_like = w
+        total = jnp.where(w == 0, jnp.zeros_like(total), total * w_like)
         count = jnp.broadcast_to(w, x.shape)
         if axes is not None:
             total, count = (jnp.sum(a, axes, dtype=a.dtype) for a in (total, count))
@@ -168,6 +174,10 @@ def _partial(
         return total, None, x.dtype
     count = math.prod(x.shape[a] for a in axes)
     return jnp.sum(total, axes, dtype=total.dtype), count, x.dtype
+
+
+def _is_half(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
 
 def _as_counts(weights: jax.Array) -> jax.Array:
@@ -314,7 +324,7 @@ def gather(strategy: Strategy, value: Any, axis: int) -> Any:
 
 
 def _gather_ragged(strategy: Strategy, value: PerReplica, axis: int) -> Any:
-    parts = [np.asarray(p) for p in value.values]
+    parts = [as_array(p) for p in value.values]
     if len({p.ndim for p in parts}) == 1:
         axis = collectives.normalize_axis(axis, parts[0].ndim, "gather")
     if len({(p.ndim, p.shape[:axis], p.shape[axis + 1 :]) for p in parts}) > 1:
@@ -323,7 +333,8 @@ def _gather_ragged(strategy: Strategy, value: PerReplica, axis: int) -> Any:
             f"gather(axis={axis}) needs components that differ in length on axis "
             f"{axis} only. Got {shapes}."
         )
-    whole = np.concatenate(parts, axis)
+    traced = any(isinstance(p, jax.core.Tracer) for p in parts)
+    whole = jnp.concatenate(parts, axis) if traced else np.concatenate(parts, axis)
     # Strings and objects have no place on a device.
     return strategy.placer.mirrored(whole) if is_numeric(whole) else whole
 

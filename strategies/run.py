@@ -126,16 +126,10 @@ class Runner:
         else:
             described = describe_leaves(fn, args, kwargs, options.donate)
             if not tracing:
-                self._guard.check(
-                    fn,
-                    code_key(fn),
-                    references,
-                    described,
-                    (args, kwargs),
-                    options.allow_divergence,
-                )
+                self._check_guard(fn, described, (args, kwargs), options)
             call = self._plan_program(fn, args, kwargs, options, described)
         call.references = references
+        call.code = code_key(fn)
         call.watched = captured_variables(fn)
         if not tracing:
             with self._lock:
@@ -143,6 +137,20 @@ class Runner:
                 drop_oldest(self._calls)
         call.forget = lambda: self._calls.pop(key, None)
         return call
+
+    def _check_guard(
+        self,
+        fn: Callable[..., Any],
+        described: Sequence[Leaf],
+        arguments: Any,
+        options: RunOptions,
+    ) -> None:
+        code = code_key(fn)
+        if self._guard.check(fn, code, described, arguments, options.allow_divergence):
+            with self._lock:
+                for key in [k for k, call in self._calls.items() if call.code == code]:
+                    del self._calls[key]
+                self._repeats.clear()
 
     def _plan_program(
         self,

@@ -86,6 +86,15 @@ class NoState:
         del token
         return out, [], None
 
-    def settle(self, *unused: Any) -> list[Any]:
+    def settle(
+        self,
+        jaxpr: Any,
+        writes: Sequence[StateWrite],
+        values: Sequence[Any],
+        varies: Sequence[bool],
+        inputs: Sequence[Any],
+        strategy: Strategy,
+    ) -> list[Any]:
         """Has nothing to combine."""
-        return []
+        del jaxpr, writes, varies, inputs, strategy
+        return list(values)

@@ -208,7 +208,11 @@ class Strategy:
             args = tuple(args)
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ValueError(f"kwargs must be a dict. Got {type(kwargs).__name__}.")
+        if options is not None and not isinstance(options, RunOptions):
+            raise TypeError(f"options must be a RunOptions. Got {options!r}.")
         kwargs = dict(kwargs) if kwargs else {}
+        if not all(isinstance(name, str) for name in kwargs):
+            raise TypeError(f"kwargs must have names as keys. Got {list(kwargs)}.")
         if not in_default_context():
             require_cross_replica(self, "run", "a plain function call")
             if in_merge_call():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_KEPT = 512
+MOST_KEPT = 128
 
 
 def drop_oldest(table: dict[Any, Any], most: int = MOST_KEPT) -> None:

@@ -514,3 +514,43 @@ def test_prefetching_does_not_change_what_arrives():
         return [[gathered(b).tolist() for b in dataset] for _ in range(2)]
 
     assert epochs(0) == epochs(1) == epochs(4)
+
+
+def test_threads_that_share_an_iterator_all_come_to_its_end():
+    data = from_arrays(np.arange(40)).batch(2)
+    iterator = iter(DistributedDataset(data, Mesh(jax.devices()[:2], ("replica",))))
+    counts, lock = [], threading.Lock()
+
+    def consume():
+        seen = 0
+        for _ in iterator:
+            seen += 1
+        with lock:
+            counts.append(seen)
+
+    threads = [threading.Thread(target=consume, daemon=True) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert len(counts) == 3 and sum(counts) == 20
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_64_bit_values_keep_their_bits_where_jax_is_told_so(prefetch):
+    big = np.array([2**40 + 1, 5])
+    dataset = DistributedDataset(
+        from_arrays(big).batch(2),
+        Mesh(jax.devices()[:2], ("replica",)),
+        InputOptions(prefetch=prefetch),
+    )
+    with jax.enable_x64(True):
+        (batch,) = dataset
+        assert [int(v[0]) for v in batch.values] == [2**40 + 1, 5]
+
+
+def test_time_differences_stay_on_the_host():
+    days = np.array([1, 2], "timedelta64[D]")
+    dataset = DistributedDataset([{"t": days}], Mesh(jax.devices()[:2], ("replica",)))
+    (batch,) = dataset
+    assert [v.tolist() for v in batch["t"].values] == [[d.item()] for d in days]

@@ -1,5 +1,7 @@
 """Flax nnx objects as arguments of ``run``."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,6 +228,68 @@ def test_a_metric_that_is_reset_in_the_step_counts_that_step_only():
     np.testing.assert_allclose(metric.compute(), X[:, 0].mean(), rtol=1e-6)
 
 
+METRICS = {"Average": nnx.metrics.Average, "Welford": nnx.metrics.Welford}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_a_metric_that_is_reset_and_updated_in_a_nested_jit(kind):
+    metric = METRICS[kind]("x")
+
+    @nnx.jit
+    def inner(metric, x):
+        metric.reset()
+        metric.update(x=x)
+
+    for column in (0, 1):
+        TWO.run(lambda m, x: inner(m, x), (metric, split(TWO, X[:, column])))
+        mean = metric.compute() if kind == "Average" else metric.compute().mean
+        np.testing.assert_allclose(mean, X[:, column].mean(), rtol=1e-5)
+
+
+def test_a_metric_that_is_reset_in_a_branch_is_refused_rather_than_wrong():
+    metric = nnx.metrics.Average("x")
+
+    def step(metric, first, x):
+        nnx.cond(first, lambda m: m.reset(), lambda m: None, metric)
+        metric.update(x=x)
+
+    with pytest.raises(rx.ReplicaDivergenceError, match="not the old one plus"):
+        TWO.run(step, (metric, jnp.array(True), split(TWO, X[:, 0])))
+    assert float(metric.total.get_value()) == 0.0
+
+
+def test_metrics_that_change_places_are_refused_rather_than_wrong():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.a, self.b = nnx.metrics.Average("x"), nnx.metrics.Average("x")
+
+    def step(pair, x):
+        pair.a.update(x=x)
+        pair.a.total[...], pair.b.total[...] = pair.b.total[...], pair.a.total[...]
+
+    with pytest.raises(rx.ReplicaDivergenceError, match="not the old one plus"):
+        TWO.run(step, (Pair(), split(TWO, X[:, 0])))
+
+
+def test_a_metric_that_forgets_is_refused_rather_than_wrong():
+    class Decaying(nnx.metrics.Average):
+        def update(self, **kwargs):
+            self.total[...] *= 0.9
+            super().update(**kwargs)
+
+    with pytest.raises(rx.ReplicaDivergenceError, match="not the old one plus"):
+        TWO.run(lambda m, x: m.update(x=x), (Decaying("x"), split(TWO, X[:, 0])))
+
+
+def test_the_models_memory_is_its_own_once_it_was_placed():
+    kernel = jnp.ones((3, 2))
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    model.kernel.set_value(kernel)
+    TWO.run(lambda m, x: m(x), (model, split(TWO, X)))
+    kernel.delete()
+    assert model.kernel.get_value().sum() == 6.0
+
+
 def test_a_metric_updated_with_a_reduced_value_counts_it_once():
     metric = nnx.metrics.Average("x")
     step = lambda m, x: m.update(x=all_reduce("mean", jnp.mean(x)))  # noqa: E731
@@ -242,9 +306,7 @@ def test_a_metric_of_an_unknown_rule_is_refused():
         def update(self, x):
             self.top[...] = jnp.maximum(self.top[...], jnp.max(x))
 
-    with pytest.raises(
-        rx.ReplicaDivergenceError, match=r"metric.*\(Largest\).*Average"
-    ):
+    with pytest.raises(rx.ReplicaDivergenceError, match=r"metric.*a Largest.*Average"):
         TWO.run(lambda metric, x: metric.update(x), (Largest(), split(TWO, X)))
 
 
@@ -472,6 +534,20 @@ def test_a_captured_module_that_changed_is_not_seen_as_it_was():
     for step in steps:
         out = TWO.run(step, (split(TWO, X),))
         np.testing.assert_allclose(np.concatenate(out.values), model(X), rtol=1e-5)
+
+    class Trainer:
+        def __init__(self):
+            self.state = types.SimpleNamespace(model=model)
+
+        def __call__(self, x):
+            return self.state.model(x)
+
+    trainer = Trainer()
+    for _ in range(2):
+        for step in (trainer, trainer.__call__):
+            out = TWO.run(step, (split(TWO, X),))
+            np.testing.assert_allclose(np.concatenate(out.values), model(X), rtol=1e-5)
+        model.kernel[...] = model.kernel[...] + 1
     x = split(TWO, X)
     TWO.run(lambda x: scaled_by_global(x), (x,))
     scale[...] = 3.0

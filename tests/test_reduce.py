@@ -315,7 +315,10 @@ def test_a_sum_may_be_made_in_a_wider_dtype(strategies):
     wide = eight.reduce("sum", x, accumulate_dtype=jnp.float32)
     assert (float(wide), wide.dtype) == (264.0, jnp.bfloat16)  # 263, rounded once
     large = placed(two, [np.float16(60_000)] * 2)  # their sum is infinite
-    assert np.isinf(two.reduce("mean", large))
+    assert np.isinf(two.reduce("sum", large))
+    assert float(two.reduce("mean", large)) == 60_000.0
+    many = placed(two, [np.full(4096, 100, np.float16)] * 2)
+    assert float(two.reduce("mean", many, axis=0)) == 100.0
     wide = two.reduce("mean", large, accumulate_dtype=jnp.float32)
     assert (float(wide), wide.dtype) == (60_000.0, jnp.float16)
     ones = placed(two, [jnp.ones(300, jnp.bfloat16)] * 2)
@@ -473,3 +476,13 @@ def test_weights_that_could_be_meant_in_two_ways_are_refused():
     with pytest.raises(ValueError, match=r"\(4,\) do not fit values of shape \(4, 4\)"):
         strategy.reduce("mean", square, axis=(0, 1), weights=rows)
     assert strategy.reduce("sum", square, axis=0, weights=rows).tolist() == [4.0] * 4
+
+
+def test_weights_of_another_dtype_need_no_implicit_promotion(two):
+    x = placed(two, [np.float32([1, 2]), np.float32([3, 4])])
+    mask = placed(two, [np.array([True, True]), np.array([True, False])])
+    with jax.numpy_dtype_promotion("strict"):
+        assert float(two.reduce("mean", x, axis=0, weights=mask)) == 2.0
+        half = placed(two, [jnp.bfloat16(1), jnp.bfloat16(3)])
+        weights = rx.PerReplica([np.float32(1), np.float32(3)])
+        assert float(two.reduce("mean", half, weights=weights)) == 2.5

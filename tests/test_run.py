@@ -317,6 +317,26 @@ def test_a_value_of_another_strategy_with_as_many_replicas_is_moved():
     assert out.array.sharding.device_set == set(other.mesh.devices.flat)
 
 
+def test_options_names_and_results_of_the_wrong_kind_are_refused():
+    with pytest.raises(TypeError, match="options must be a RunOptions"):
+        TWO.run(lambda: 0, options={"donate": 0})
+    with pytest.raises(TypeError, match="names as keys"):
+        TWO.run(lambda: 0, kwargs={1: 2})
+
+    def generator():
+        yield 1
+
+    async def coroutine():
+        return 1
+
+    for step in (generator, coroutine):
+        with pytest.raises(TypeError, match="body has not run"):
+            TWO.run(step)
+    for bad in ("ab", {"a": 1}):
+        with pytest.raises(TypeError, match="list or tuple of components"):
+            rx.PerReplica(bad)
+
+
 @pytest.mark.parametrize("args", [jnp.ones(2), "ab", {"x": 1}, 3])
 def test_args_must_be_a_list_or_tuple(args):
     with pytest.raises(ValueError, match="args must be a list or tuple"):
@@ -656,6 +676,23 @@ def test_passing_what_was_consumed_is_refused_by_name(strategy):
             strategy.run(step, (state,), options=donate)
 
 
+def test_memory_that_another_argument_shares_with_a_donated_one_survives():
+    donate = rx.RunOptions(donate=0)
+    p = TWO.run(lambda p: p + 1, (jnp.ones(1000),), options=donate)
+    first = jax.device_put(p, TWO.mesh.devices[0])
+    shards = [s.data for s in p.addressable_shards]
+    whole = jax.make_array_from_single_device_arrays(
+        p.shape, TWO.placer.replicated, shards
+    )
+    out = TWO.run(
+        lambda p, a, b, c: (p * 2, (p - a + b - c).sum()),
+        (p, first, whole, shards[1]),
+        options=donate,
+    )
+    assert float(out[0].sum()) == 4000.0 and float(out[1]) == 0.0
+    assert float(whole.sum()) == float(first.sum()) == 2000.0
+
+
 # -- divergence ----------------------------------------------------------------------
 
 
@@ -678,6 +715,23 @@ def test_drift_is_found_though_the_step_captures_something_else_each_time():
     with pytest.raises(rx.ReplicaDivergenceError, match="drifted"):
         for i in range(3):
             w = TWO.run(lambda w, x, i=i: w - i * x, (w, ids(TWO, (2,))))
+
+
+def test_drift_is_found_whichever_kind_came_first():
+    def step(w):
+        return w * 2
+
+    state = TWO.run(lambda x: x * 1.0, (ids(TWO, (2,)),))
+    TWO.run(step, (state,))
+    TWO.run(step, (jnp.ones(2),))
+    with pytest.raises(rx.ReplicaDivergenceError, match="drifted"):
+        TWO.run(step, (state,))
+
+
+def test_asserting_a_captured_per_replica_value_is_refused():
+    captured = ids(TWO)
+    with pytest.raises(rx.ReplicaDivergenceError, match="captured"):
+        TWO.run(lambda: rx.assert_mirrored(captured))
 
 
 def test_allowing_divergence_once_does_not_allow_it_for_good():
@@ -974,6 +1028,38 @@ def test_overlapping_strategies_from_two_threads():
         t.join(60)
     assert not errors
     assert results == {5.0: {5.0}, 14.0: {14.0}}
+
+
+def test_a_tight_loop_of_steps_that_only_print_does_not_starve_itself():
+    seen = []
+
+    def step(x):
+        jax.debug.callback(lambda v: seen.append(1), context().all_reduce("sum", x))
+
+    for _ in range(100):
+        EIGHT.run(step, (ids(EIGHT),))
+    jax.effects_barrier()
+    assert len(seen) == 800
+
+
+def test_one_strategy_from_four_threads():
+    x, errors = ids(EIGHT, (8,)), []
+
+    def work():
+        try:
+            w = jnp.zeros(8)
+            for _ in range(60):
+                w = EIGHT.run(lambda w, x: w + context().all_reduce("mean", x), (w, x))
+            assert w.tolist() == [60 * 4.5] * 8
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(100)
+    assert not errors and not any(t.is_alive() for t in threads)
 
 
 def test_a_tight_loop_of_collectives_does_not_starve_itself():
