@@ -61,7 +61,12 @@ class Prefetched(Iterator[Any]):
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run,
-            args=(_produce, iterator, channel, jax.config.jax_enable_x64),
+            args=(
+                _produce,
+                iterator,
+                channel,
+                jax.numpy.result_type(float) == "float64",
+            ),
             name="replicax-prefetch",
             daemon=True,
         )

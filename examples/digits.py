@@ -157,7 +157,7 @@ def max_abs_difference(model_a: ConvNet, model_b: ConvNet) -> float:
 def main() -> None:
     """Trains on several devices and on one, and compares."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")

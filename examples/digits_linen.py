@@ -57,7 +57,7 @@ def eval_step(state: TrainState, batch: tuple):
 def main() -> None:
     """Trains, evaluates, and prints the accuracy."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")

@@ -25,7 +25,7 @@ def multiply(a_block, b_block):
 def main() -> None:
     """Multiplies on all replicas and checks the product against numpy's."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")

@@ -87,10 +87,13 @@ def settle(
         found = {}
         for i in members:
             write = writes[i]
-            start = None if write.input is None else jaxpr.invars[write.input]
+            if write.input is None:
+                start, old = None, jnp.zeros_like(values[i])
+            else:
+                start, old = jaxpr.invars[write.input], inputs[write.input]
             found[write.name.rpartition(".")[2]] = _State(
-                index=i,
-                old=jnp.zeros_like(values[i]) if start is None else inputs[write.input],
+                place=i,
+                old=old,
                 new=values[i],
                 is_reset=_is_literal(outputs[i]) or outputs[i] not in reached,
                 is_added_to=start is not None
@@ -105,14 +108,14 @@ class _State(NamedTuple):
     """One state of a metric.
 
     Attributes:
-      index: Its place among the writes.
+      place: Its place among the writes.
       old: What it held before the step.
       new: What it holds after the step, on this replica.
       is_reset: Whether ``new`` depends on no metric's old state.
       is_added_to: Whether ``new`` is ``old`` plus something that depends on none.
     """
 
-    index: int
+    place: int
     old: jax.Array
     new: jax.Array
     is_reset: bool
@@ -149,7 +152,7 @@ def _average(name: str, states: _States, axis_name: str) -> dict[int, jax.Array]
             raise _unknown(name, f"its {label} is not the old one plus something new")
         olds[label] = jnp.zeros_like(state.old) if state.is_reset else state.old
     added = lax.psum({k: s.new - olds[k] for k, s in states.items()}, axis_name)
-    return {s.index: olds[k] + added[k] for k, s in states.items()}
+    return {s.place: olds[k] + added[k] for k, s in states.items()}
 
 
 def _welford(name: str, states: _States, axis_name: str) -> dict[int, jax.Array]:
@@ -180,7 +183,7 @@ def _welford(name: str, states: _States, axis_name: str) -> dict[int, jax.Array]
     away, back = batch_mean - mean, mean0 - mean
     spread = lax.psum(batch_m2 + batch * away * away, axis_name)
     m2 = m2_0 + n0 * back * back + spread
-    return {count.index: total, mean_state.index: mean, m2_state.index: m2}
+    return {count.place: total, mean_state.place: mean, m2_state.place: m2}
 
 
 def _is_literal(variable: Any) -> bool:
