@@ -206,13 +206,9 @@ class Strategy:
                     "argument write `(x,)`."
                 )
             args = tuple(args)
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise ValueError(f"kwargs must be a dict. Got {type(kwargs).__name__}.")
         if options is not None and not isinstance(options, RunOptions):
             raise TypeError(f"options must be a RunOptions. Got {options!r}.")
-        kwargs = dict(kwargs) if kwargs else {}
-        if not all(isinstance(name, str) for name in kwargs):
-            raise TypeError(f"kwargs must have names as keys. Got {list(kwargs)}.")
+        kwargs = _checked_kwargs(kwargs) if kwargs else {}
         if not in_default_context():
             require_cross_replica(self, "run", "a plain function call")
             if in_merge_call():
@@ -394,6 +390,14 @@ class Strategy:
             self, "experimental_distribute_dataset", "it before the step"
         )
         return DistributedDataset(dataset, self.mesh, options)
+
+
+def _checked_kwargs(kwargs: Any) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"kwargs must be a dict. Got {type(kwargs).__name__}.")
+    if not all(isinstance(name, str) for name in kwargs):
+        raise TypeError(f"kwargs must have names as keys. Got {list(kwargs)}.")
+    return dict(kwargs)
 
 
 def mesh_of(devices: Sequence[jax.Device], axis_name: str) -> Mesh:
