@@ -28,6 +28,14 @@ from jax.interpreters import ad, batching, mlir
 no_trace_is_active = _core.trace_state_clean
 
 
+def num_signatures(jitted: Any) -> int:
+    """How many kinds of arguments a jitted function has an executable at hand for.
+
+    Stands on the private method ``_cache_size``.
+    """
+    return jitted._cache_size()
+
+
 def active_mesh_is_foreign(mesh: jax.sharding.Mesh) -> bool:
     """Whether the caller has set a mesh (``jax.set_mesh``) other than ``mesh``."""
     active = jax.sharding.get_abstract_mesh()

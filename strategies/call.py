@@ -51,6 +51,7 @@ class ProgramCall(Call):
       fn: The step.
       described: How each leaf enters.
       lift: How state gets in and out.
+      treedef: The structure of ``(args, kwargs)``, if they hold no objects.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class ProgramCall(Call):
         fn: Callable[..., Any],
         described: Sequence[Leaf],
         lift: Lift,
+        treedef: Any = None,
     ):
         self._runner = runner
         self._fn = fn
         self._described = described
         self._lift = lift
+        self._treedef = treedef
         self._static = [i for i, x in enumerate(described) if x.kind is Kind.STATIC]
         self._programs: dict[Any, Program] = {}
         self._only_program: Program | None = None
@@ -102,13 +105,13 @@ class ProgramCall(Call):
         if program is None:
             statics = dict(zip(self._static, values, strict=True))
             program = self._runner.new_program(
-                self._fn, self._described, statics, self._lift
+                self._fn, self._described, statics, self._lift, self._treedef
             )
             program.references = references
             self._programs[key] = program
             drop_oldest(self._programs, _MOST_STATICS_KEPT)
             if not self._static:
                 self._only_program = program
-                if program.takes_arrays_only and not self.watched:
+                if program.is_repeatable and not self.watched:
                     self.repeatable_program = program
         return program

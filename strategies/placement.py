@@ -9,7 +9,7 @@ again and again are sent to the devices a single time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,12 @@ from replicax.errors import PerReplicaError, ReplicaDivergenceError
 from replicax.values import PerReplica
 
 from ..datasets import buffers
+
+_Runs = dict[int, tuple[weakref.ref[Any], int]]
+
+
+def _alive(table: _Runs) -> _Runs:
+    return {k: v for k, v in list(table.items()) if v[0]() is not None}
 
 
 class Placer:
@@ -36,8 +42,10 @@ class Placer:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.per_replica = NamedSharding(mesh, PartitionSpec(axis_name))
         self._placed: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
-        self._owned: dict[int, weakref.ref[Any]] = {}
+        self._owned: _Runs = {}
         self._most_owned = 1000
+        self._num_runs = 0
+        self._apart: _Runs = {}
 
     # -- placing ---------------------------------------------------------------------
 
@@ -105,26 +113,46 @@ class Placer:
 
     # -- donation --------------------------------------------------------------------
 
-    def owns(self, x: jax.Array) -> bool:
-        """Whether ``x`` came out of a donating run: nothing else shares its memory."""
+    def owns(self, x: jax.Array) -> int:
+        """Whether ``x`` came out of a donating run, and in which: 0 if in none.
+
+        Nothing shares memory with such an array, unless it was made from it later.
+        """
         known = self._owned.get(id(x))
-        return known is not None and known() is x
+        return known[1] if known is not None and known[0]() is x else 0
 
     def own(self, arrays: Iterable[Any]) -> None:
         """Notes that ``arrays`` just came out of a donating run."""
-        owned = self._owned
+        self._num_runs += 1
+        owned, run = self._owned, self._num_runs
         for x in arrays:
-            owned[id(x)] = weakref.ref(x)
+            owned[id(x)] = (weakref.ref(x), run)
         if len(owned) > self._most_owned:  # a call-back for each would cost more
-            alive = {key: ref for key, ref in list(owned.items()) if ref() is not None}
-            self._owned = alive
-            self._most_owned = 2 * len(alive) + 1000
+            self._owned = _alive(owned)
+            self._most_owned = 2 * len(self._owned) + 1000
 
-    @staticmethod
-    def share_memory(x: jax.Array, others: Iterable[jax.Array]) -> bool:
-        """Whether an array lies in the same memory as another one, on any device."""
+    def is_apart(self, x: jax.Array, oldest_run: int) -> bool:
+        """Whether ``x`` is known to share no memory with what came out of some runs.
+
+        Args:
+          x: An array.
+          oldest_run: The first of those runs.
+        """
+        known = self._apart.get(id(x))
+        return known is not None and known[0]() is x and known[1] < oldest_run
+
+    def set_apart(self, x: jax.Array, others: Sequence[jax.Array]) -> bool:
+        """Looks whether ``x`` shares memory with other arrays, on any device.
+
+        If not, it never will with what comes out of later runs.
+        """
         mine = _addresses(x)
-        return any(not mine.isdisjoint(_addresses(other)) for other in others)
+        if any(not mine.isdisjoint(_addresses(other)) for other in others):
+            return False
+        if len(self._apart) > 1000:
+            self._apart = _alive(self._apart)
+        self._apart[id(x)] = (weakref.ref(x), self._num_runs)
+        return True
 
     # -- checking --------------------------------------------------------------------
 

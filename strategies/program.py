@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import jax
 import jax.core
 import jax.extend.core
 import numpy as np
-from jax.sharding import PartitionSpec, get_abstract_mesh
+from jax.sharding import PartitionSpec
 
 from replicax import _compat
 from replicax.errors import (
@@ -52,6 +53,19 @@ _REMEDY = (
     "Combine what differs before it is written, for example with "
     "`grads = rx.get_replica_context().all_reduce('mean', grads)`."
 )
+
+
+class _Expected(threading.local):
+    """Whether this thread is about to trace a program, and knows."""
+
+    active = False
+
+
+_expected = _Expected()
+
+
+class _NotRepeated(Exception):
+    """JAX was about to trace a program for arguments of a kind not seen before."""
 
 
 @jax.tree_util.register_static
@@ -96,6 +110,7 @@ class Program:
       statics: The value of each static leaf, by its position.
       lift: Rebuilds the arguments from their leaves, and tells what state was written.
       on_trace: Called at each trace, after it was recorded.
+      treedef: The structure of ``(args, kwargs)``, if they hold no objects.
     """
 
     def __init__(
@@ -106,6 +121,7 @@ class Program:
         statics: dict[int, Any],
         lift: Lift,
         on_trace: Callable[[], None],
+        treedef: Any = None,
     ):
         self._strategy = strategy
         self._placer: Placer = strategy.placer
@@ -135,8 +151,19 @@ class Program:
         self.captures_tracers = False
         self.references: list[Any] = []
 
-        def program(*arrays: Any) -> Any:
-            return self._traced(*arrays)
+        arrays_only = len(self._last_shardings) == self._num_leaves
+        self.is_repeatable = arrays_only and treedef is not None
+        self._treedef = treedef
+        # A program of arrays takes the caller's own arguments, so that a repeated call
+        # can hand them to JAX as they are.
+        self._takes_trees = self.is_repeatable and not self._donated
+        self._num_signatures = 0
+        self._may_share: list[int] = []
+
+        def program(*args: Any, **kwargs: Any) -> Any:
+            if not _expected.active:
+                raise _NotRepeated
+            return self._traced(*jax.tree.leaves((args, kwargs)))
 
         program.__name__ = program.__qualname__ = (
             f"run_{getattr(fn, '__name__', type(fn).__name__)}"
@@ -166,38 +193,83 @@ class Program:
             if getattr(arrays[i], "sharding", None) is not sharding:
                 arrays[i] = leaves[self._positions[i]] = self._place(i, arrays[i])
                 self._last_shardings[i] = arrays[i].sharding
-        return self._launch(arrays)
-
-    def launch_placed(
-        self, arrays: list[Any]
-    ) -> tuple[Any, list[Any], Any] | tuple[()]:
-        """Runs the step if every array lies where it did the last time.
-
-        Args:
-          arrays: The arguments that are arrays.
-
-        Returns:
-          As :meth:`launch`; or ``()``, having done nothing, if one lies elsewhere.
-        """
-        for i, sharding in self._last_shardings.items():
-            if getattr(arrays[i], "sharding", None) is not sharding:
-                return ()
-        return self._launch(arrays)
-
-    def _launch(self, arrays: list[Any]) -> tuple[Any, list[Any], Any]:
         if self._donated:
             self._refuse_consumed(arrays)
+            self._may_share = sorted({*self._may_share, *self._alike(arrays)})
             self._make_private(arrays)
         with LAUNCHING:
-            if get_abstract_mesh().empty:
-                result = self._jitted_donating(*arrays)
-            else:
-                result = self._call(self._jitted_donating, arrays)
+            result = self._call(self._jitted_donating, arrays)
+        self._num_signatures = _compat.num_signatures(self._jitted_donating)
+        return _finish(*self._launched(result))
+
+    def _launched(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         if self._donated:
             self._placer.own(jax.tree.leaves(result))
         if self._fence is not None:
             self._fence.after_launch(result)
+        return result
+
+    def launch_again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Runs the step on arguments of the kinds that it was launched with before.
+
+        JAX looks at them anyway: whether it knows their structure, shapes and places.
+        So they are not looked at here, unless JAX came to know another kind, or some
+        are donated.
+
+        Args:
+          args: Positional arguments, as the caller gave them.
+          kwargs: Keyword arguments, likewise.
+
+        Returns:
+          As :meth:`launch`; or ``()``, having done nothing, if they are of another
+          structure, shape or type.
+        """
+        if self._donated:
+            args = self._donatable(args, kwargs)
+            if not args:
+                return ()
+            kwargs = {}
+        try:
+            with LAUNCHING:
+                result = self._jitted_donating(*args, **kwargs)
+        except _NotRepeated:
+            return ()
+        if self._donated:
+            return self._finished(self._launched(result))
+        if _compat.num_signatures(self._jitted) != self._num_signatures:
+            self._num_signatures = _compat.num_signatures(self._jitted)
+            # Placing is remembered on the long way only: JAX would do it every time.
+            self.is_repeatable = all(
+                self._placer.lies_as(x, sharding)
+                for x, sharding in zip(
+                    jax.tree.leaves((args, kwargs)), self._shardings, strict=True
+                )
+            )
+        return self._finished(self._launched(result))
+
+    def _finished(self, result: Any) -> tuple[Any, ...]:
         return result if self._plain else _finish(*result)
+
+    def _donatable(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """The arrays of a call, if those to be donated are ours; else ``()``."""
+        arrays, treedef = jax.tree_util.tree_flatten((args, kwargs))
+        if treedef != self._treedef:
+            return ()
+        for i, sharding in self._last_shardings.items():
+            if getattr(arrays[i], "sharding", None) is not sharding:
+                return ()
+        given = {id(x) for x in arrays}
+        if len(given) < len(arrays):
+            return ()
+        runs = [self._placer.owns(arrays[i]) for i in self._donated]
+        if not all(runs) or any(arrays[i].is_deleted() for i in self._donated):
+            return ()
+        for i in self._may_share:
+            if not self._placer.is_apart(arrays[i], min(runs)):
+                return ()
+        return tuple(arrays)
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
         """Runs the step inside the trace that the caller is in; see :meth:`launch`."""
@@ -212,10 +284,17 @@ class Program:
         return _finish(*self._call(self._jitted, arrays))
 
     def _call(self, jitted: Callable[..., Any], arrays: list[Any]) -> Any:
-        if _compat.active_mesh_is_foreign(self._strategy.mesh):
-            with _compat.own_mesh(self._strategy.mesh):
-                return jitted(*arrays)
-        return jitted(*arrays)
+        args, kwargs = arrays, {}
+        if self._takes_trees:
+            args, kwargs = self._treedef.unflatten(arrays)
+        mesh = self._strategy.mesh
+        foreign = _compat.active_mesh_is_foreign(mesh)
+        with _compat.own_mesh(mesh) if foreign else contextlib.nullcontext():
+            before, _expected.active = _expected.active, True
+            try:
+                return jitted(*args, **kwargs)
+            finally:
+                _expected.active = before
 
     def _place(self, i: int, x: Any) -> Any:
         if isinstance(x, np.ndarray) and not is_numeric(x):
@@ -229,11 +308,6 @@ class Program:
         if self._arrays[i].kind is Kind.MIRRORED:
             return self._placer.mirrored(x)
         return x
-
-    @property
-    def takes_arrays_only(self) -> bool:
-        """Whether every leaf is an array: neither a Python number nor static."""
-        return len(self._last_shardings) == self._num_leaves
 
     def _refuse_consumed(self, arrays: list[Any]) -> None:
         """Refuses arrays that are gone: some JAX versions crash on them."""
@@ -254,22 +328,31 @@ class Program:
         Only what an earlier donating run returned is known to share its memory with
         nothing else, and is donated as it is.
         """
-        kept = [arrays[i] for i in self._kept if self._shardings[i] is not None]
-        sizes = {arrays[i].nbytes for i in self._donated}
-        n = self._placer.num_replicas
-        # Memory can be shared by two arrays only if they are of one size, in whole (a
-        # mirrored array) or on each device.
-        alike = [x for x in kept if not sizes.isdisjoint((x.nbytes, x.nbytes // n))]
-        seen = set(map(id, kept))
+        seen = {id(arrays[i]) for i in self._kept}
+        donated = [arrays[i] for i in self._donated]
+        together = not all(
+            self._placer.set_apart(arrays[i], donated) for i in self._may_share
+        )
         for i in self._donated:
             x = arrays[i]
-            if (
-                id(x) in seen
-                or not self._placer.owns(x)
-                or (alike and self._placer.share_memory(x, alike))
-            ):
+            if together or id(x) in seen or not self._placer.owns(x):
                 arrays[i] = x.copy()
             seen.add(id(x))
+
+    def _alike(self, arrays: list[Any]) -> list[int]:
+        """The arrays that are kept and may lie in the memory of one that is donated.
+
+        Two arrays can only if they are of one size, in whole (a mirrored array) or on
+        each device.
+        """
+        sizes = {arrays[i].nbytes for i in self._donated}
+        n = self._placer.num_replicas
+        return [
+            i
+            for i in self._kept
+            if self._shardings[i] is not None
+            and not sizes.isdisjoint((arrays[i].nbytes, arrays[i].nbytes // n))
+        ]
 
     def named_mirrored(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each argument that must be mirrored."""

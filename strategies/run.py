@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.core
+from jax.sharding import get_abstract_mesh
 from jax.tree_util import tree_flatten
 
 from replicax._compat import no_trace_is_active
@@ -37,7 +38,7 @@ from .options import RunOptions
 from .placement import stack
 from .program import Program
 from .state import Lift, NoState
-from .tables import MOST_KEPT, drop_oldest
+from .tables import drop_oldest
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -56,7 +57,7 @@ class Runner:
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self._calls: dict[Any, Call] = {}
-        self._repeats: dict[tuple[int, Any], _Repeat] = {}
+        self._repeats: dict[int, _Repeat] = {}
         self._guard = MirroredGuard()
         self._traces: collections.Counter[Any] = collections.Counter()
         self._lock = threading.Lock()
@@ -74,36 +75,36 @@ class Runner:
         options: RunOptions | None,
     ) -> Any:
         """Runs ``fn`` on every replica; see ``Strategy.run``."""
-        leaves, treedef = tree_flatten((args, kwargs))
-        repeat = self._repeats.get((id(fn), treedef))
+        repeat = self._repeats.get(id(fn))
         if repeat is not None and repeat.holds_for(fn, options):
-            result = repeat.program.launch_placed(leaves)
+            result = repeat.program.launch_again(args, kwargs)
             if result:
                 return result[0]
+        leaves, treedef = tree_flatten((args, kwargs))
         options = options or _DEFAULT_OPTIONS
         key = (function_key(fn), treedef, tuple(map(type, leaves)), options.key)
         call = self._calls.get(key)
         if call is None or (call.watched and have_changed(fn, call.watched)):
             call = self._plan(fn, args, kwargs, options, key, leaves)
         if call.repeatable_program is not None:
-            self._note_repeat(call, fn, treedef, options)
+            self._note_repeat(call, fn, options)
         return call(leaves, args, kwargs, options)
 
-    def _note_repeat(
-        self, call: Call, fn: Any, treedef: Any, options: RunOptions
-    ) -> None:
+    def _note_repeat(self, call: Call, fn: Any, options: RunOptions) -> None:
         """Prepares the short way for a function object that is seen again."""
         again, call.last_fn = call.last_fn is fn, fn
-        if again and call.repeatable_program and not options.check_values:
-            if len(self._repeats) >= MOST_KEPT:
-                self._repeats.clear()
-            self._repeats[id(fn), treedef] = _Repeat(
+        program = call.repeatable_program
+        if program is None or not program.is_repeatable:
+            self._repeats.pop(id(fn), None)
+        elif again and not options.check_values:
+            drop_oldest(self._repeats)
+            self._repeats[id(fn)] = _Repeat(
                 fn,
                 getattr(fn, "__defaults__", None),
                 getattr(fn, "__kwdefaults__", None),
                 captured_cells(fn),
                 None if options is _DEFAULT_OPTIONS else options,
-                call.repeatable_program,
+                program,
             )
 
     # -- a call not seen before ------------------------------------------------------
@@ -167,7 +168,8 @@ class Runner:
             if call is not None:
                 return call
         lift = NoState(replica_structure((args, kwargs)))
-        return ProgramCall(self, fn, described, lift)
+        treedef = jax.tree.structure((args, kwargs))
+        return ProgramCall(self, fn, described, lift, treedef)
 
     def new_program(
         self,
@@ -175,11 +177,14 @@ class Runner:
         leaves: Sequence[Leaf],
         statics: dict[int, Any],
         lift: Lift,
+        treedef: Any,
     ) -> Program:
         """Makes a program whose traces are counted."""
-        return Program(
-            self._strategy, fn, leaves, statics, lift, lambda: self._count_trace(fn)
-        )
+
+        def on_trace() -> None:
+            self._count_trace(fn)
+
+        return Program(self._strategy, fn, leaves, statics, lift, on_trace, treedef)
 
     def _count_trace(self, fn: Callable[..., Any]) -> None:
         code = getattr(fn, "__code__", None)
@@ -200,8 +205,8 @@ class Runner:
 class _Repeat(NamedTuple):
     """What a call that was made before with the same function object comes down to.
 
-    The short way of most calls: arguments of the same structure, which are all arrays
-    that lie where they should, need no key to find their program.
+    The short way of most calls: arguments that are all arrays, of the same structure
+    and in their places, need no key to find their program.
 
     Attributes:
       fn: The function object.
@@ -221,7 +226,11 @@ class _Repeat(NamedTuple):
 
     def holds_for(self, fn: Any, options: RunOptions | None) -> bool:
         """Whether the key of the call would be the same, told without making it."""
-        if fn is not self.fn or options is not self.options:
+        if (
+            fn is not self.fn
+            or options is not self.options
+            or not self.program.is_repeatable
+        ):
             return False
         for cell, contents in self.cells:
             if contents_of(cell) is not contents:
@@ -230,6 +239,7 @@ class _Repeat(NamedTuple):
             getattr(fn, "__defaults__", None) is self.defaults
             and getattr(fn, "__kwdefaults__", None) is self.kwdefaults
             and no_trace_is_active()
+            and get_abstract_mesh().empty
         )
 
 
