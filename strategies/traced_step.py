@@ -1,0 +1,289 @@
+"""One step, traced once, and proved.
+
+The step is traced inside a ``shard_map`` over the strategy's mesh, where every value
+is one replica's. The recorded jaxpr is then examined for what differs between replicas
+(:mod:`.replication`), and what really runs evaluates it in a second ``shard_map`` whose
+output layout follows from that proof.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+import jax.extend.core
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from replicax import _compat
+from replicax.errors import PerReplicaError
+from replicax.values import PerReplica
+
+from .arguments import Kind, Leaf
+from .context import in_replica
+from .dataflow import origin
+from .merge import split_for_replica
+from .replica_context import ReplicaContext
+from .replication import prove
+from .trace_errors import (
+    explained,
+    refuse_divergence,
+    refuse_problems,
+    refuse_unfinished,
+)
+
+if TYPE_CHECKING:
+    from .state import Lift, StateWrite
+    from .strategy import Strategy
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A value that a compiled program returns without computing it."""
+
+    value: Any
+
+
+@dataclasses.dataclass
+class _Record:
+    """What the tracing of a step leaves behind: no traced value outlives its trace.
+
+    Attributes:
+      jaxpr: The step, as a function of one replica's arrays.
+      out_tree: The structure of what it returned.
+      out_leaves: The leaves that are no arrays, and None for each that is one.
+      writes: The state that it wrote.
+      num_kept: How many outputs of the jaxpr, the first ones, only say what stood for
+        state in the step.
+      are_kept: For each write, whether the state keeps its old value after all.
+      aux: The lift's note.
+    """
+
+    jaxpr: Any = None
+    out_tree: Any = None
+    out_leaves: list[Static | None] = dataclasses.field(default_factory=list)
+    writes: list[StateWrite] = dataclasses.field(default_factory=list)
+    num_kept: int = 0
+    are_kept: list[bool] = dataclasses.field(default_factory=list)
+    aux: Any = None
+
+
+class TracedStep:
+    """A step as a function of the arrays of all replicas, to be compiled.
+
+    Args:
+      strategy: The strategy whose replicas run it.
+      fn: The step.
+      leaves: How each flattened argument enters.
+      statics: The value of each static leaf, by its position.
+      lift: Rebuilds the arguments from their leaves, and tells what state was written.
+      on_trace: Called at each trace, after it was recorded.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        leaves: Sequence[Leaf],
+        statics: dict[int, Any],
+        lift: Lift,
+        on_trace: Callable[[], None],
+    ):
+        self._strategy = strategy
+        self._fn = fn
+        self._statics = statics
+        self._num_leaves = len(leaves)
+        self._lift = lift
+        self._on_trace = on_trace
+        self._positions = [i for i, x in enumerate(leaves) if x.kind is not Kind.STATIC]
+        self._arrays = [leaves[i] for i in self._positions]
+        self.captures_tracers = False
+        self.is_plain = True
+        """Whether what it returns needs no :func:`finish`."""
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Traces the step for arrays of these shapes, and evaluates it on them.
+
+        Args:
+          *arrays: Per-replica values stacked, all others whole.
+
+        Returns:
+          The outputs, the new values of written state, and a note for :func:`finish`.
+
+        Raises:
+          DivergentCollectiveError: Some replicas would skip a collective.
+          ReplicaDivergenceError: State that must be mirrored, or a value given to
+            ``assert_mirrored``, would differ.
+        """
+        with _compat.captured_arrays_as_constants():
+            record = self._recorded(arrays)
+            varies = self._prove(record)
+            outputs, states = self._mapped(record, varies, arrays)
+        self.captures_tracers |= any(
+            isinstance(c, jax.core.Tracer) for c in record.jaxpr.consts
+        )
+        self._on_trace()
+        out = _assemble(record, outputs, varies)
+        has_statics = len(outputs) < len(record.out_leaves)
+        plain = not has_statics and record.aux is None
+        self.is_plain &= plain
+        return out, states, None if plain else Static((record.aux, has_statics))
+
+    def _recorded(self, arrays: Sequence[Any]) -> _Record:
+        """Traces the step, as one replica sees it."""
+        record = _Record()
+
+        def probe(*locals_: Any) -> tuple[()]:
+            record.jaxpr = jax.make_jaxpr(self._replica_step(record))(*locals_)
+            return ()
+
+        jax.eval_shape(self._shard_map(probe, PartitionSpec()), *arrays)
+        record.are_kept = _are_kept(record)
+        record.writes = [dataclasses.replace(w, kept=None) for w in record.writes]
+        return record
+
+    def _mapped(
+        self, record: _Record, varies: Sequence[bool], arrays: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Evaluates the recorded step on all replicas, laid out as was proved."""
+        num_outputs = len(varies) - len(record.writes)
+        evaluate = jax.extend.core.jaxpr_as_fun(record.jaxpr)
+
+        def body(*locals_: Any) -> Any:
+            results = evaluate(*locals_)[record.num_kept :]
+            outputs = [
+                jax.numpy.expand_dims(x, 0) if v else x
+                for x, v in zip(results[:num_outputs], varies, strict=False)
+            ]
+            written = record.writes, record.are_kept, results[num_outputs:]
+            states = self._lift.settle(
+                record.jaxpr,
+                record.writes,
+                [
+                    locals_[write.input] if kept and write.input is not None else new
+                    for write, kept, new in zip(*written, strict=True)
+                ],
+                varies[num_outputs:],
+                locals_,
+                self._strategy,
+            )
+            return outputs, states
+
+        rows, whole = PartitionSpec(self._strategy.axis_name), PartitionSpec()
+        specs = [rows if v else whole for v in varies[:num_outputs]]
+        return self._shard_map(body, (specs, whole))(*arrays)
+
+    def _shard_map(self, fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        rows, whole = PartitionSpec(self._strategy.axis_name), PartitionSpec()
+        return jax.shard_map(
+            fn,
+            mesh=self._strategy.mesh,
+            in_specs=tuple(
+                rows if x.kind is Kind.PER_REPLICA else whole for x in self._arrays
+            ),
+            out_specs=out_specs,
+            check_vma=False,  # gradients stay the replica's own
+        )
+
+    def _replica_step(self, record: _Record) -> Callable[..., list[Any]]:
+        """The step as a function of one replica's arrays, noting its structure."""
+
+        def step(*locals_: Any) -> list[Any]:
+            leaves: list[Any] = [None] * self._num_leaves
+            for i, value in self._statics.items():
+                leaves[i] = value
+            for i, x, leaf in zip(self._positions, locals_, self._arrays, strict=True):
+                leaves[i] = _own_row(x, leaf) if leaf.kind is Kind.PER_REPLICA else x
+            args, kwargs, token = self._lift.rebuild(leaves, self._strategy)
+            with in_replica(ReplicaContext(self._strategy)), explained():
+                out = self._fn(*args, **kwargs)
+            refuse_unfinished(out)
+            out, writes, record.aux = self._lift.extract(token, out)
+            leaves, record.out_tree = jax.tree.flatten(split_for_replica(out))
+            record.out_leaves = [None if _is_value(x) else Static(x) for x in leaves]
+            arrays = [x for x in leaves if _is_value(x)]
+            kept = [w.kept for w in writes if w.kept is not None]
+            record.num_kept = len(kept)
+            record.writes = [
+                dataclasses.replace(w, new=None, kept=w.kept is not None or None)
+                for w in writes
+            ]
+            return kept + arrays + [w.new for w in writes]
+
+        return step
+
+    def _prove(self, record: _Record) -> tuple[bool, ...]:
+        """Returns what varies, having refused what must not."""
+        inputs = [x.kind is Kind.PER_REPLICA for x in self._arrays]
+        axis_name = self._strategy.axis_name
+        names = [x.name for x in self._arrays]
+        proof = prove(record.jaxpr, inputs, axis_name, names)
+        refuse_problems(proof.problems)
+        first_write = len(proof.varies) - len(record.writes)
+        varies, clauses = list(proof.varies), []
+        for i, write in enumerate(record.writes):
+            output = first_write + i
+            varies[output] &= not record.are_kept[i]
+            if varies[output] and write.must_be_mirrored:
+                why = proof.why(output)
+                clauses.append(f"{write.name} would differ between replicas: it {why}")
+        refuse_divergence(clauses)
+        return tuple(varies[record.num_kept :])
+
+
+def _are_kept(record: _Record) -> list[bool]:
+    """For each write, whether it only passes on what stood for the state."""
+    outputs = _compat.open_jaxpr(record.jaxpr).outvars
+    stand_ins = iter(outputs[: record.num_kept])
+    news = outputs[len(outputs) - len(record.writes) :]
+    return [
+        write.kept is not None and origin(record.jaxpr, new) is next(stand_ins)
+        for write, new in zip(record.writes, news, strict=True)
+    ]
+
+
+def _own_row(rows: Any, leaf: Leaf) -> Any:
+    """A replica's component of a per-replica value, which has one row on each."""
+    if rows.shape[0] != 1:
+        raise PerReplicaError(
+            f"Argument {leaf.name} has {rows.shape[0]} rows for each replica, where a "
+            "PerReplica has one. Its array must have shape [num_replicas, ...]."
+        )
+    return rows[0]
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(
+        x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    ) or hasattr(x, "__jax_array__")
+
+
+def _assemble(record: _Record, outputs: list[Any], varies: Sequence[bool]) -> Any:
+    """Puts the outputs back into the structure that the step returned."""
+    values = iter(
+        PerReplica.from_array(x) if v else x
+        for x, v in zip(outputs, varies, strict=False)
+    )
+    return record.out_tree.unflatten(
+        next(values) if static is None else static for static in record.out_leaves
+    )
+
+
+def finish(
+    outputs: Any, states: list[Any], notes: Static | None
+) -> tuple[Any, list[Any], Any]:
+    """Unwraps what the compiled program returned."""
+    if notes is None:
+        return outputs, states, None
+    aux, has_statics = notes.value
+    if has_statics:
+        outputs = jax.tree.map(
+            lambda x: x.value if isinstance(x, Static) else x,
+            outputs,
+            is_leaf=lambda x: isinstance(x, Static),
+        )
+    return outputs, states, aux
