@@ -29,9 +29,10 @@ no_trace_is_active = _core.trace_state_clean
 
 
 def num_signatures(jitted: Any) -> int:
-    """How many kinds of arguments a jitted function has an executable at hand for.
+    """Returns how many kinds of arguments a jitted function is ready for.
 
-    Stands on the private method ``_cache_size``.
+    Each structure, shape, dtype and place makes another kind. Stands on the private
+    method ``_cache_size``.
     """
     return jitted._cache_size()
 

@@ -63,8 +63,6 @@ class ReduceOp(enum.Enum):
 class DistributedValues:
     """Base class of values that hold one component per replica."""
 
-    __slots__ = ()
-
 
 @jax.tree_util.register_pytree_with_keys_class
 class PerReplica(DistributedValues):
@@ -94,7 +92,8 @@ class PerReplica(DistributedValues):
       2
     """
 
-    __slots__ = ("__weakref__", "_parts", "is_data")
+    is_data = False
+    """Whether it was made as data, by a dataset or a function, and not by a step."""
 
     def __init__(self, values: Sequence[Any]):
         if isinstance(values, (str, bytes, dict)):
@@ -105,7 +104,6 @@ class PerReplica(DistributedValues):
         if len(values) == 0:
             raise ValueError("PerReplica needs at least one component. Got none.")
         self._parts: tuple[Any, ...] | None = tuple(values)
-        self.is_data = False
 
     @staticmethod
     def from_array(array: Any) -> PerReplica:
@@ -306,7 +304,6 @@ class PerReplica(DistributedValues):
         """Rebuilds the value around other components."""
         self = object.__new__(cls)
         self._parts = tuple(children)
-        self.is_data = False
         return self
 
 
@@ -317,14 +314,12 @@ class StackedPerReplica(PerReplica):
       array: Shape ``[num_replicas, ...]``, one row per replica.
     """
 
-    __slots__ = ("array",)
-
+    array: Any = None
     is_stacked = True
+    _parts = None
 
     def __init__(self, array: Any):
-        self.array = array  # pyright: ignore[reportAttributeAccessIssue] a slot
-        self._parts = None
-        self.is_data = False
+        self.array = array  # nothing else: this is on the path of every step
 
     @property
     def num_replicas(self) -> int:

@@ -15,8 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-_LAUNCHES_BETWEEN_WAITS = 8
-
 LAUNCHING = threading.RLock()
 """Held while a program with collectives is launched.
 
@@ -26,24 +24,35 @@ waits in the first program for another one that waits in the second.
 
 
 class Fence:
-    """Waits for every eighth launch on the devices of one strategy."""
+    """Waits for every eighth launch on the devices of one strategy.
+
+    Attributes:
+      launches: Counts the launches.
+      between_waits: A launch in so many is waited for.
+    """
+
+    between_waits = 8
 
     def __init__(self) -> None:
-        self._launches = itertools.count(1)
+        self.launches = itertools.count(1)
 
     def after_launch(self, outputs: Any) -> None:
-        """Notes a launch, and waits for it when it is its turn.
+        """Notes a launch, and waits for it when it is its turn."""
+        if next(self.launches) % self.between_waits == 0:
+            self.wait_for(outputs)
+
+    def wait_for(self, outputs: Any) -> None:
+        """Waits for a launch.
 
         Args:
           outputs: The outputs of the launch that was just made. Waiting on the newest
             ones is always safe: nobody can have donated them yet.
         """
-        if next(self._launches) % _LAUNCHES_BETWEEN_WAITS == 0:
-            leaves = jax.tree.leaves(outputs)
-            if leaves:
-                leaves[0].block_until_ready()
-            else:  # a step that only has effects, such as printing
-                jax.effects_barrier()
+        leaves = jax.tree.leaves(outputs)
+        if leaves:
+            leaves[0].block_until_ready()
+        else:  # a step that only has effects, such as printing
+            jax.effects_barrier()
 
 
 def fence_for(mesh: Mesh) -> Fence | None:

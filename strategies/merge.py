@@ -30,8 +30,6 @@ class TracedPerReplica(PerReplica):
       num_replicas: Its size.
     """
 
-    __slots__ = ("_axis_name", "_num_replicas", "local")
-
     def __init__(self, local: Any, axis_name: str, num_replicas: int):
         super().__init__((local,))
         self.local = local

@@ -12,17 +12,22 @@ import jax.core
 import numpy as np
 
 from replicax import _compat
+from replicax._compat import num_signatures
 from replicax.errors import StaticArgumentError
 
 from .arguments import Kind, Leaf
 from .donation import Donor
 from .fence import LAUNCHING
 from .placement import is_numeric
-from .traced_step import TracedStep, finish
+from .traced_step import TracedStep, WithState, finish
 
 if TYPE_CHECKING:
     from .state import Lift
     from .strategy import Strategy
+
+
+NOT_REPEATED = object()
+"""Says that a call was no repetition after all."""
 
 
 class _Expected(threading.local):
@@ -129,13 +134,14 @@ class Program:
             self._donor.prepare(arrays)
         with LAUNCHING:
             result = self._call(self._donating, arrays)
-        self._num_signatures = _compat.num_signatures(self._donating)
-        self._after(result)
-        return finish(*result)
+        self._num_signatures = num_signatures(self._donating)
+        if self._donor is not None:
+            self._placer.own(jax.tree.leaves(result))
+        if self._fence is not None:
+            self._fence.after_launch(result)
+        return finish(result)
 
-    def launch_again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ...]:
+    def launch_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step on arguments of the kinds that it was launched with before.
 
         JAX looks at them anyway: whether it knows their structure, shapes and places.
@@ -147,28 +153,32 @@ class Program:
           kwargs: Keyword arguments, likewise.
 
         Returns:
-          As :meth:`launch`; or ``()``, having done nothing, if they are of another
-          structure, shape or type, or lie elsewhere.
+          The outputs; or :data:`NOT_REPEATED`, having done nothing, if they are of
+          another structure, shape or type, or lie elsewhere.
         """
         if self._donor is not None:
             args, kwargs = self._ready_to_donate(args, kwargs), {}
             if not args:
-                return ()
+                return NOT_REPEATED
         try:
             with LAUNCHING:
                 result = self._donating(*args, **kwargs)
         except (_NotRepeated, ValueError):
-            return ()
-        if _compat.num_signatures(self._donating) != self._num_signatures:
+            return NOT_REPEATED
+        if num_signatures(self._donating) != self._num_signatures:
             # Placing is remembered on the long way only: JAX would do it every time.
-            self._num_signatures = _compat.num_signatures(self._donating)
+            self._num_signatures = num_signatures(self._donating)
             leaves = jax.tree.leaves((args, kwargs))
             self.is_repeatable = all(
                 self._placer.lies_as(leaves[i], sharding)
                 for i, sharding in self._shardings.items()
             )
-        self._after(result)
-        return result if self._step.is_plain else finish(*result)
+        if self._donor is not None:
+            self._placer.own(jax.tree.leaves(result))
+        fence = self._fence
+        if fence is not None and next(fence.launches) % fence.between_waits == 0:
+            fence.wait_for(result)
+        return finish(result)[0] if type(result) is WithState else result
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
         """Runs the step inside the trace that the caller is in; see :meth:`launch`."""
@@ -180,7 +190,7 @@ class Program:
             ):
                 with jax.ensure_compile_time_eval():
                     arrays[i] = self._place(i, x)
-        return finish(*self._call(self._jitted, arrays))
+        return finish(self._call(self._jitted, arrays))
 
     def named_mirrored(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each argument that must be mirrored."""
@@ -226,9 +236,3 @@ class Program:
             if getattr(arrays[i], "sharding", None) is not sharding:
                 return ()
         return tuple(arrays) if self._donor.is_prepared(arrays) else ()
-
-    def _after(self, result: Any) -> None:
-        if self._donor is not None:
-            self._placer.own(jax.tree.leaves(result))
-        if self._fence is not None:
-            self._fence.after_launch(result)

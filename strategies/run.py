@@ -28,7 +28,6 @@ from .captured_state import captured_variables, have_changed
 from .function_key import (
     captured_cells,
     code_key,
-    contents_of,
     function_key,
     function_references,
 )
@@ -36,7 +35,7 @@ from .merge import is_per_replica, replica_structure
 from .mirrored_guard import MirroredGuard
 from .options import RunOptions
 from .placement import stack
-from .program import Program
+from .program import NOT_REPEATED, Program
 from .state import Lift, NoState
 from .tables import drop_oldest
 
@@ -76,10 +75,10 @@ class Runner:
     ) -> Any:
         """Runs ``fn`` on every replica; see ``Strategy.run``."""
         repeat = self._repeats.get(id(fn))
-        if repeat is not None and repeat.holds_for(fn, options):
-            result = repeat.program.launch_again(args, kwargs)
-            if result:
-                return result[0]
+        if repeat is not None:
+            result = repeat.run(fn, args, kwargs, options)
+            if result is not NOT_REPEATED:
+                return result
         leaves, treedef = tree_flatten((args, kwargs))
         options = options or _DEFAULT_OPTIONS
         key = (function_key(fn), treedef, tuple(map(type, leaves)), options.key)
@@ -203,10 +202,10 @@ class Runner:
 
 
 class _Repeat(NamedTuple):
-    """What a call that was made before with the same function object comes down to.
+    """The short way of a call that was made before with the same function object.
 
-    The short way of most calls: arguments that are all arrays, of the same structure
-    and in their places, need no key to find their program.
+    Arguments that are all arrays, of the same structure and in their places, need no
+    key to find their program. Every line here is on the path of every such call.
 
     Attributes:
       fn: The function object.
@@ -224,23 +223,26 @@ class _Repeat(NamedTuple):
     options: RunOptions | None
     program: Program
 
-    def holds_for(self, fn: Any, options: RunOptions | None) -> bool:
-        """Whether the key of the call would be the same, told without making it."""
+    def run(self, fn: Any, args: Any, kwargs: Any, options: RunOptions | None) -> Any:
+        """Launches the program, or returns ``NOT_REPEATED``."""
+        program = self.program
         if (
             fn is not self.fn
             or options is not self.options
-            or not self.program.is_repeatable
+            or not program.is_repeatable
+            or getattr(fn, "__defaults__", None) is not self.defaults
+            or getattr(fn, "__kwdefaults__", None) is not self.kwdefaults
+            or not no_trace_is_active()
+            or not get_abstract_mesh().empty
         ):
-            return False
-        for cell, contents in self.cells:
-            if contents_of(cell) is not contents:
-                return False
-        return (
-            getattr(fn, "__defaults__", None) is self.defaults
-            and getattr(fn, "__kwdefaults__", None) is self.kwdefaults
-            and no_trace_is_active()
-            and get_abstract_mesh().empty
-        )
+            return NOT_REPEATED
+        try:
+            for cell, contents in self.cells:
+                if cell.cell_contents is not contents:
+                    return NOT_REPEATED
+        except ValueError:  # a name without a value yet
+            return NOT_REPEATED
+        return program.launch_again(args, kwargs)
 
 
 class _StackFirst(Call):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.core
@@ -46,6 +46,20 @@ class Static:
     """A value that a compiled program returns without computing it."""
 
     value: Any
+
+
+class WithState(NamedTuple):
+    """What a compiled step returns that has more to say than its outputs.
+
+    Attributes:
+      outputs: What the step returned, other values than arrays as :class:`Static`.
+      states: The new values of written state.
+      notes: The lift's note, and whether there are such other values.
+    """
+
+    outputs: Any
+    states: list[Any]
+    notes: Static
 
 
 @dataclasses.dataclass
@@ -102,8 +116,6 @@ class TracedStep:
         self._positions = [i for i, x in enumerate(leaves) if x.kind is not Kind.STATIC]
         self._arrays = [leaves[i] for i in self._positions]
         self.captures_tracers = False
-        self.is_plain = True
-        """Whether what it returns needs no :func:`finish`."""
 
     def __call__(self, *arrays: Any) -> Any:
         """Traces the step for arrays of these shapes, and evaluates it on them.
@@ -112,7 +124,7 @@ class TracedStep:
           *arrays: Per-replica values stacked, all others whole.
 
         Returns:
-          The outputs, the new values of written state, and a note for :func:`finish`.
+          The outputs; or a :class:`WithState`, if there is more to say.
 
         Raises:
           DivergentCollectiveError: Some replicas would skip a collective.
@@ -129,9 +141,9 @@ class TracedStep:
         self._on_trace()
         out = _assemble(record, outputs, varies)
         has_statics = len(outputs) < len(record.out_leaves)
-        plain = not has_statics and record.aux is None
-        self.is_plain &= plain
-        return out, states, None if plain else Static((record.aux, has_statics))
+        if not states and not has_statics and record.aux is None:
+            return out
+        return WithState(out, states, Static((record.aux, has_statics)))
 
     def _recorded(self, arrays: Sequence[Any]) -> _Record:
         """Traces the step, as one replica sees it."""
@@ -273,12 +285,15 @@ def _assemble(record: _Record, outputs: list[Any], varies: Sequence[bool]) -> An
     )
 
 
-def finish(
-    outputs: Any, states: list[Any], notes: Static | None
-) -> tuple[Any, list[Any], Any]:
-    """Unwraps what the compiled program returned."""
-    if notes is None:
-        return outputs, states, None
+def finish(result: Any) -> tuple[Any, list[Any], Any]:
+    """Unwraps what the compiled step returned.
+
+    Returns:
+      The outputs, the new values of written state, and the lift's note.
+    """
+    if type(result) is not WithState:
+        return result, [], None
+    outputs, states, notes = result
     aux, has_statics = notes.value
     if has_statics:
         outputs = jax.tree.map(
