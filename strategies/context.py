@@ -164,6 +164,17 @@ def in_default_context() -> bool:
     return not _thread.frames and _thread.strategy is None
 
 
+def stands_outside(strategy: Strategy) -> bool:
+    """Whether the caller may run ``strategy``, being in no scope or just in its own."""
+    frames = _thread.frames
+    if not frames:
+        return _thread.strategy is None or _thread.strategy is strategy
+    only = frames[-1]
+    return (
+        len(frames) == 1 and only.replica_context is None and only.strategy is strategy
+    )
+
+
 def in_merge_call() -> bool:
     """Whether the caller is in a function that a step passed to ``merge_call``."""
     frames = _thread.frames

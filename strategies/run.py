@@ -12,21 +12,18 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
-from jax.sharding import get_abstract_mesh
 from jax.tree_util import tree_flatten
 
-from replicax._compat import no_trace_is_active
 from replicax.values import PerReplica
 
 from .arguments import Leaf, describe_leaves
 from .call import Call, ProgramCall
 from .captured_state import captured_variables, have_changed
 from .function_key import (
-    captured_cells,
     code_key,
     function_key,
     function_references,
@@ -35,7 +32,8 @@ from .merge import is_per_replica, replica_structure
 from .mirrored_guard import MirroredGuard
 from .options import RunOptions
 from .placement import stack
-from .program import NOT_REPEATED, Program
+from .program import Program
+from .shortcut import make_shortcut
 from .state import Lift, NoState
 from .tables import drop_oldest
 
@@ -56,7 +54,8 @@ class Runner:
     def __init__(self, strategy: Strategy):
         self._strategy = strategy
         self._calls: dict[Any, Call] = {}
-        self._repeats: dict[int, _Repeat] = {}
+        self.shortcuts: dict[int, Callable[..., Any]] = {}
+        """For the id of a function object, the short way of its last call."""
         self._guard = MirroredGuard()
         self._traces: collections.Counter[Any] = collections.Counter()
         self._lock = threading.Lock()
@@ -74,11 +73,6 @@ class Runner:
         options: RunOptions | None,
     ) -> Any:
         """Runs ``fn`` on every replica; see ``Strategy.run``."""
-        repeat = self._repeats.get(id(fn))
-        if repeat is not None:
-            result = repeat.run(fn, args, kwargs, options)
-            if result is not NOT_REPEATED:
-                return result
         leaves, treedef = tree_flatten((args, kwargs))
         options = options or _DEFAULT_OPTIONS
         key = (function_key(fn), treedef, tuple(map(type, leaves)), options.key)
@@ -86,25 +80,19 @@ class Runner:
         if call is None or (call.watched and have_changed(fn, call.watched)):
             call = self._plan(fn, args, kwargs, options, key, leaves)
         if call.repeatable_program is not None:
-            self._note_repeat(call, fn, options)
+            self._note_shortcut(call, fn, options)
         return call(leaves, args, kwargs, options)
 
-    def _note_repeat(self, call: Call, fn: Any, options: RunOptions) -> None:
+    def _note_shortcut(self, call: Call, fn: Any, options: RunOptions) -> None:
         """Prepares the short way for a function object that is seen again."""
         again, call.last_fn = call.last_fn is fn, fn
         program = call.repeatable_program
         if program is None or not program.is_repeatable:
-            self._repeats.pop(id(fn), None)
+            self.shortcuts.pop(id(fn), None)
         elif again and not options.check_values:
-            drop_oldest(self._repeats)
-            self._repeats[id(fn)] = _Repeat(
-                fn,
-                getattr(fn, "__defaults__", None),
-                getattr(fn, "__kwdefaults__", None),
-                captured_cells(fn),
-                None if options is _DEFAULT_OPTIONS else options,
-                program,
-            )
+            given = None if options is _DEFAULT_OPTIONS else options
+            drop_oldest(self.shortcuts)
+            self.shortcuts[id(fn)] = make_shortcut(self._strategy, fn, given, program)
 
     # -- a call not seen before ------------------------------------------------------
 
@@ -150,7 +138,7 @@ class Runner:
             with self._lock:
                 for key in [k for k, call in self._calls.items() if call.code == code]:
                     del self._calls[key]
-                self._repeats.clear()
+                self.shortcuts.clear()
 
     def _plan_program(
         self,
@@ -199,50 +187,6 @@ class Runner:
                 "keeps changing, or shapes keep changing (pad them to a few sizes).",
                 stacklevel=2,
             )
-
-
-class _Repeat(NamedTuple):
-    """The short way of a call that was made before with the same function object.
-
-    Arguments that are all arrays, of the same structure and in their places, need no
-    key to find their program. Every line here is on the path of every such call.
-
-    Attributes:
-      fn: The function object.
-      defaults: Its defaults, as they were.
-      kwdefaults: Its keyword defaults, as they were.
-      cells: What it captured, as pairs of a closure cell and its contents.
-      options: The options object.
-      program: The program.
-    """
-
-    fn: Any
-    defaults: Any
-    kwdefaults: Any
-    cells: list[tuple[Any, Any]]
-    options: RunOptions | None
-    program: Program
-
-    def run(self, fn: Any, args: Any, kwargs: Any, options: RunOptions | None) -> Any:
-        """Launches the program, or returns ``NOT_REPEATED``."""
-        program = self.program
-        if (
-            fn is not self.fn
-            or options is not self.options
-            or not program.is_repeatable
-            or getattr(fn, "__defaults__", None) is not self.defaults
-            or getattr(fn, "__kwdefaults__", None) is not self.kwdefaults
-            or not no_trace_is_active()
-            or not get_abstract_mesh().empty
-        ):
-            return NOT_REPEATED
-        try:
-            for cell, contents in self.cells:
-                if cell.cell_contents is not contents:
-                    return NOT_REPEATED
-        except ValueError:  # a name without a value yet
-            return NOT_REPEATED
-        return program.launch_again(args, kwargs)
 
 
 class _StackFirst(Call):

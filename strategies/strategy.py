@@ -32,6 +32,7 @@ from .fence import Fence, fence_for
 from .merge import component_for_replica, join_replicas
 from .options import RunOptions
 from .placement import Placer
+from .program import NOT_REPEATED
 from .replica_context import ReplicaContext
 from .run import Runner
 
@@ -184,6 +185,7 @@ class Strategy:
           ReplicaxError: The step writes a ref where it might be written twice.
           ValueError: ``args`` or ``kwargs`` is of the wrong type, or ``donate`` names
             what was not passed.
+          ConsumedArgumentError: An array was consumed by an earlier, donating run.
           ContextError: Called inside a step or in another strategy's scope.
 
         Example:
@@ -199,6 +201,11 @@ class Strategy:
           >>> float(mean), [float(v) for v in losses.values]
           (12.0, [4.0, 20.0])
         """
+        shortcut = self._runner.shortcuts.get(id(fn))
+        if shortcut is not None:
+            out = shortcut(fn, args, kwargs, options)
+            if out is not NOT_REPEATED:
+                return out
         if type(args) is not tuple:
             if not isinstance(args, (list, tuple)):
                 raise ValueError(

@@ -1,0 +1,71 @@
+"""The short way of a call that is made again and again.
+
+In a training loop, each call is the one before it with other arrays. Such a call needs
+no key to find its program, and JAX looks at its arguments anyway: whether it knows
+their structure, shapes and places. So all that is left to do is to see that it *is* the
+call before it. Every line of the function made here is on the path of every step.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import get_abstract_mesh
+
+from replicax._compat import no_trace_is_active
+
+from .context import stands_outside
+from .function_key import captured_cells
+from .program import NOT_REPEATED, Program
+
+if TYPE_CHECKING:
+    from .options import RunOptions
+    from .strategy import Strategy
+
+
+def make_shortcut(
+    strategy: Strategy, fn: Any, options: RunOptions | None, program: Program
+) -> Callable[..., Any]:
+    """Returns a function that makes the same call again.
+
+    Args:
+      strategy: The strategy.
+      fn: The step.
+      options: The options object of the call.
+      program: Its program, which takes arrays only.
+
+    Returns:
+      A function of the arguments of ``Strategy.run``. It returns what the step returns;
+      or ``NOT_REPEATED``, having done nothing, if this is another call after all.
+    """
+    cells = captured_cells(fn)
+    is_function = isinstance(fn, types.FunctionType)
+    defaults = (fn.__defaults__, fn.__kwdefaults__) if is_function else (None, None)
+    launch_again = program.launch_again
+
+    def run(fn_: Any, args: Any, kwargs: Any, options_: Any) -> Any:
+        if (
+            fn_ is not fn
+            or options_ is not options
+            or type(args) is not tuple
+            or not program.is_repeatable
+            or not stands_outside(strategy)
+            or not no_trace_is_active()
+            or not get_abstract_mesh().empty
+        ):
+            return NOT_REPEATED
+        if is_function and (
+            fn.__defaults__ is not defaults[0] or fn.__kwdefaults__ is not defaults[1]
+        ):
+            return NOT_REPEATED
+        try:
+            for cell, contents in cells:
+                if cell.cell_contents is not contents:
+                    return NOT_REPEATED
+        except ValueError:  # a name without a value yet
+            return NOT_REPEATED
+        return launch_again(args, kwargs or {})
+
+    return run
