@@ -59,12 +59,18 @@ class Donor:
                 arrays[i] = x.copy()
             seen.add(id(x))
 
-    def is_prepared(self, arrays: Sequence[Any]) -> bool:
-        """Whether placed arrays are known to be as :meth:`prepare` would leave them."""
+    def take(self, arrays: Sequence[Any]) -> bool:
+        """Takes the donated arrays, if they are known to be free.
+
+        Returns:
+          Whether the arrays are as :meth:`prepare` would leave them. If not, some may
+          be known no longer, and will be copied.
+        """
         if len(set(map(id, arrays))) < len(arrays):
             return False
-        runs = [self._placer.owns(arrays[i]) for i in self._donated]
-        if not all(runs) or any(arrays[i].is_deleted() for i in self._donated):
+        disown = self._placer.disown
+        runs = [disown(arrays[i]) for i in self._donated]
+        if not all(runs):
             return False
         oldest = min(runs)
         return all(self._placer.is_apart(arrays[i], oldest) for i in self._may_share)

@@ -121,6 +121,11 @@ class Placer:
         known = self._owned.get(id(x))
         return known[1] if known is not None and known[0]() is x else 0
 
+    def disown(self, x: jax.Array) -> int:
+        """As :meth:`owns`, for the last time: ``x`` is about to be consumed."""
+        known = self._owned.pop(id(x), None)
+        return known[1] if known is not None and known[0]() is x else 0
+
     def own(self, arrays: Iterable[Any]) -> None:
         """Notes that ``arrays`` just came out of a donating run."""
         self._num_runs += 1

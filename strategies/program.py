@@ -227,12 +227,9 @@ class Program:
                 _expected.active = before
 
     def _ready_to_donate(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        """The arrays of a call, if all are in place and free; else ``()``."""
+        """The arrays of a call, if those to be donated are free; else ``()``."""
         assert self._donor is not None
         arrays, treedef = jax.tree_util.tree_flatten((args, kwargs))
         if treedef != self._treedef:
             return ()
-        for i, sharding in self._shardings.items():
-            if getattr(arrays[i], "sharding", None) is not sharding:
-                return ()
-        return tuple(arrays) if self._donor.is_prepared(arrays) else ()
+        return tuple(arrays) if self._donor.take(arrays) else ()
