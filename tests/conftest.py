@@ -16,6 +16,24 @@ jax.config.update("jax_num_cpu_devices", 8)
 def no_strategy_left_behind():
     """Fails the test that leaves a scope open, not the next one."""
     yield
-    has_strategy = getattr(rx, "has_strategy", None)
-    if has_strategy is not None:
-        assert not has_strategy(), "The test ended inside a strategy's scope."
+    assert not rx.has_strategy(), "The test ended inside a strategy's scope."
+
+
+@pytest.fixture(scope="module")
+def strategies():
+    """Mirrored strategies by their number of replicas."""
+    return {
+        n: rx.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 8)
+    }
+
+
+@pytest.fixture(params=[1, 2, 3, 8])
+def strategy(request, strategies):
+    """One of each size in turn."""
+    return strategies[request.param]
+
+
+@pytest.fixture
+def two(strategies):
+    """The one of two replicas."""
+    return strategies[2]

@@ -12,23 +12,6 @@ import pytest
 import replicax as rx
 
 
-@pytest.fixture(scope="module")
-def strategies():
-    return {
-        n: rx.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 8)
-    }
-
-
-@pytest.fixture(params=[1, 2, 3, 8])
-def strategy(request, strategies):
-    return strategies[request.param]
-
-
-@pytest.fixture
-def two(strategies):
-    return strategies[2]
-
-
 def placed(strategy, components):
     return strategy.experimental_distribute_values_from_function(
         lambda context: components[context.replica_id_in_sync_group]

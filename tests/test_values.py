@@ -14,20 +14,6 @@ import pytest
 import replicax as rx
 
 
-def strategy_of(n):
-    return rx.MirroredStrategy([f"cpu:{i}" for i in range(n)])
-
-
-@pytest.fixture(scope="module")
-def strategies():
-    return {n: strategy_of(n) for n in (1, 2, 3, 8)}
-
-
-@pytest.fixture(params=[1, 2, 3, 8])
-def strategy(request, strategies):
-    return strategies[request.param]
-
-
 def values(strategy, *components):
     return strategy.experimental_distribute_values_from_function(
         lambda context: components[context.replica_id_in_sync_group]
