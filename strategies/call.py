@@ -17,8 +17,6 @@ from .tables import drop_oldest
 if TYPE_CHECKING:
     from .run import Runner
 
-_MOST_STATICS_KEPT = 128
-
 
 class Call:
     """What to do for one function and structure of arguments."""
@@ -75,10 +73,7 @@ class ProgramCall(Call):
         self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions
     ) -> Any:
         """Runs the step."""
-        program = self._only_program
-        if program is None or options.check_values or not no_trace_is_active():
-            return self.launch(leaves, options)[0]
-        return program.launch(leaves)[0]
+        return self.launch(leaves, options)[0]
 
     def launch(
         self, leaves: list[Any], options: RunOptions
@@ -109,7 +104,7 @@ class ProgramCall(Call):
             )
             program.references = references
             self._programs[key] = program
-            drop_oldest(self._programs, _MOST_STATICS_KEPT)
+            drop_oldest(self._programs)
             if not self._static:
                 self._only_program = program
                 if program.is_repeatable and not self.watched:

@@ -84,16 +84,14 @@ class TreeCall(Call):
             args,
             kwargs,
             options.donate,
-            is_leaf=lambda x: is_per_replica(x) or is_variable(x),
+            is_leaf=_ends_leaf,
         )
-        found = jax.tree.leaves(
-            (args, kwargs), is_leaf=lambda x: is_per_replica(x) or is_variable(x)
-        )
+        found = jax.tree.leaves((args, kwargs), is_leaf=_ends_leaf)
         described = [
             _variable_leaf(leaf, x) if is_variable(x) else leaf
             for leaf, x in zip(described, found, strict=True)
         ]
-        self._slots = _slots((args, kwargs), described)
+        self._slots = _slots((args, kwargs), found, described)
         lift = TreeLift(self._slots, replica_structure((args, kwargs)))
         self._call = ProgramCall(runner, fn, described, lift)
         self._call.forget = lambda: self.forget()
@@ -135,13 +133,16 @@ def _live_variables(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(x)]
 
 
-def _slots(tree: Any, described: Sequence[Leaf]) -> tuple[Slot, ...]:
+def _ends_leaf(x: Any) -> bool:
+    return is_per_replica(x) or is_variable(x)
+
+
+def _slots(
+    tree: Any, leaves: Sequence[Any], described: Sequence[Leaf]
+) -> tuple[Slot, ...]:
     """The Variables among the leaves of ``tree``, in order."""
     owners = nnx_metrics.owners(tree)
     slots, num_arrays = [], 0
-    leaves = jax.tree.leaves(
-        tree, is_leaf=lambda x: is_per_replica(x) or is_variable(x)
-    )
     for i, (x, leaf) in enumerate(zip(leaves, described, strict=True)):
         if is_variable(x):
             slots.append(

@@ -197,8 +197,7 @@ def _addresses(x: jax.Array) -> set[int]:
 def _forget(table: dict[int, Any], key: int) -> Any:
     def forget(reference: Any) -> None:
         entry = table.get(key)
-        known = entry[0] if isinstance(entry, tuple) else entry
-        if known is reference:
+        if entry is not None and entry[0] is reference:
             del table[key]
 
     return forget

@@ -15,14 +15,13 @@ from replicax import _compat
 from replicax._compat import num_signatures
 from replicax.errors import StaticArgumentError
 
-from .arguments import Kind, Leaf
+from .arguments import Kind
 from .donation import Donor
 from .fence import LAUNCHING
 from .placement import is_numeric
 from .traced_step import TracedStep, WithState, finish
 
 if TYPE_CHECKING:
-    from .state import Lift
     from .strategy import Strategy
 
 
@@ -48,30 +47,22 @@ class Program:
 
     Args:
       strategy: The strategy whose replicas run it.
-      fn: The step.
-      leaves: How each flattened argument enters.
-      statics: The value of each static leaf, by its position.
-      lift: Rebuilds the arguments from their leaves, and tells what state was written.
-      on_trace: Called at each trace, after it was recorded.
+      step: The step.
       treedef: The structure of ``(args, kwargs)``, if they hold no objects.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        fn: Callable[..., Any],
-        leaves: Sequence[Leaf],
-        statics: dict[int, Any],
-        lift: Lift,
-        on_trace: Callable[[], None],
+        step: TracedStep,
         treedef: Any = None,
     ):
         self._strategy = strategy
         self._placer = strategy.placer
         self._fence = strategy.fence
-        self._step = TracedStep(strategy, fn, leaves, statics, lift, on_trace)
-        self._positions = [i for i, x in enumerate(leaves) if x.kind is not Kind.STATIC]
-        self._arrays = [leaves[i] for i in self._positions]
+        self._step = step
+        self._positions = step.positions
+        self._arrays = step.arrays
         shardings = {
             Kind.PER_REPLICA: self._placer.per_replica,
             Kind.MIRRORED: self._placer.replicated,
@@ -90,18 +81,18 @@ class Program:
         # A program of arrays takes the caller's own arguments, so that a repeated call
         # can hand them to JAX as they are.
         self._treedef = treedef
-        self.is_repeatable = len(self._shardings) == len(leaves) and treedef is not None
+        self.is_repeatable = (
+            treedef is not None and len(self._shardings) == treedef.num_leaves
+        )
         self._takes_trees = self.is_repeatable and not donated
         self._num_signatures = 0
 
         def program(*args: Any, **kwargs: Any) -> Any:
             if not _expected.active:
                 raise _NotRepeated
-            return self._step(*jax.tree.leaves((args, kwargs)))
+            return step(*jax.tree.leaves((args, kwargs)))
 
-        program.__name__ = program.__qualname__ = (
-            f"run_{getattr(fn, '__name__', type(fn).__name__)}"
-        )
+        program.__name__ = program.__qualname__ = f"run_{step.name}"
         self._jitted = jax.jit(program)
         self._donating = (
             jax.jit(program, donate_argnums=donated) if donated else self._jitted

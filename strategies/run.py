@@ -36,6 +36,7 @@ from .program import Program
 from .shortcut import make_shortcut
 from .state import Lift, NoState
 from .tables import drop_oldest
+from .traced_step import TracedStep
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -171,7 +172,8 @@ class Runner:
         def on_trace() -> None:
             self._count_trace(fn)
 
-        return Program(self._strategy, fn, leaves, statics, lift, on_trace, treedef)
+        step = TracedStep(self._strategy, fn, leaves, statics, lift, on_trace)
+        return Program(self._strategy, step, treedef)
 
     def _count_trace(self, fn: Callable[..., Any]) -> None:
         code = getattr(fn, "__code__", None)

@@ -96,6 +96,12 @@ class TracedStep:
       statics: The value of each static leaf, by its position.
       lift: Rebuilds the arguments from their leaves, and tells what state was written.
       on_trace: Called at each trace, after it was recorded.
+
+    Attributes:
+      name: What the step is called.
+      positions: Which of the flattened arguments are arrays.
+      arrays: How each of those enters.
+      captures_tracers: Whether it was found to capture values of a trace around it.
     """
 
     def __init__(
@@ -113,8 +119,9 @@ class TracedStep:
         self._num_leaves = len(leaves)
         self._lift = lift
         self._on_trace = on_trace
-        self._positions = [i for i, x in enumerate(leaves) if x.kind is not Kind.STATIC]
-        self._arrays = [leaves[i] for i in self._positions]
+        self.name: str = getattr(fn, "__name__", type(fn).__name__)
+        self.positions = [i for i, x in enumerate(leaves) if x.kind is not Kind.STATIC]
+        self.arrays = [leaves[i] for i in self.positions]
         self.captures_tracers = False
 
     def __call__(self, *arrays: Any) -> Any:
@@ -195,7 +202,7 @@ class TracedStep:
             fn,
             mesh=self._strategy.mesh,
             in_specs=tuple(
-                rows if x.kind is Kind.PER_REPLICA else whole for x in self._arrays
+                rows if x.kind is Kind.PER_REPLICA else whole for x in self.arrays
             ),
             out_specs=out_specs,
             check_vma=False,  # gradients stay the replica's own
@@ -208,7 +215,7 @@ class TracedStep:
             leaves: list[Any] = [None] * self._num_leaves
             for i, value in self._statics.items():
                 leaves[i] = value
-            for i, x, leaf in zip(self._positions, locals_, self._arrays, strict=True):
+            for i, x, leaf in zip(self.positions, locals_, self.arrays, strict=True):
                 leaves[i] = _own_row(x, leaf) if leaf.kind is Kind.PER_REPLICA else x
             args, kwargs, token = self._lift.rebuild(leaves, self._strategy)
             with in_replica(ReplicaContext(self._strategy)), explained():
@@ -230,9 +237,9 @@ class TracedStep:
 
     def _prove(self, record: _Record) -> tuple[bool, ...]:
         """Returns what varies, having refused what must not."""
-        inputs = [x.kind is Kind.PER_REPLICA for x in self._arrays]
+        inputs = [x.kind is Kind.PER_REPLICA for x in self.arrays]
         axis_name = self._strategy.axis_name
-        names = [x.name for x in self._arrays]
+        names = [x.name for x in self.arrays]
         proof = prove(record.jaxpr, inputs, axis_name, names)
         refuse_problems(proof.problems)
         first_write = len(proof.varies) - len(record.writes)
