@@ -138,16 +138,20 @@ def average(tree: Any) -> Any:
     return rx.get_replica_context().all_reduce("mean", tree)
 
 
+def replica_step(problem: Problem) -> Step:
+    """One replica's step, to be passed to ``strategy.run``."""
+    return lambda state, batch: problem.step(state, batch, average)
+
+
+def run_options(donate: bool) -> rx.RunOptions | None:
+    """Options that consume the state, if wanted."""
+    return rx.RunOptions(donate=(0,)) if donate else None
+
+
 def replicax_step(problem: Problem, strategy: rx.Strategy, donate: bool = True) -> Step:
-    """The step under ``strategy.run``, as a user calls it."""
-    options = rx.RunOptions(donate=(0,)) if donate else None
-
-    def replica_step(state, batch):
-        return problem.step(state, batch, average)
-
-    return lambda state, batch: strategy.run(
-        replica_step, (state, batch), options=options
-    )
+    """The step under ``strategy.run``, as a function like the other ways'."""
+    step, options = replica_step(problem), run_options(donate)
+    return lambda state, batch: strategy.run(step, (state, batch), options=options)
 
 
 def replicax(
@@ -157,14 +161,14 @@ def replicax(
     name: str = "strategy.run",
 ) -> Contender:
     """``strategy.run`` with functional state; it waits by itself where it must."""
-    step = replicax_step(problem, strategy, donate)
+    step, options = replica_step(problem), run_options(donate)
     state = jax.tree.map(jnp.copy, problem.state)
     batch = per_replica(problem.batch, strategy)
 
     def run(steps: int) -> None:
         nonlocal state
         for _ in range(steps):
-            state, _ = step(state, batch)
+            state, _ = strategy.run(step, (state, batch), options=options)
         jax.block_until_ready(state)
 
     return Contender(name, run)

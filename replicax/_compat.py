@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import operator
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,16 +26,15 @@ from jax.interpreters import ad, batching, mlir
 
 # Whether the caller runs outside of every JAX transformation. An alias, since it stands
 # on the path of every call of a step.
-no_trace_is_active = _core.trace_state_clean
+no_trace_is_active = _core.trace_ctx.is_top_level
 
 
-def num_signatures(jitted: Any) -> int:
-    """Returns how many kinds of arguments a jitted function is ready for.
+num_signatures: Callable[[Any], int] = operator.methodcaller("_cache_size")
+"""Returns how many kinds of arguments a jitted function is ready for.
 
-    Each structure, shape, dtype and place makes another kind. Stands on the private
-    method ``_cache_size``.
-    """
-    return jitted._cache_size()
+Each structure, shape, dtype and place makes another kind. Stands on the private
+method ``_cache_size``.
+"""
 
 
 def active_mesh_is_foreign(mesh: jax.sharding.Mesh) -> bool:

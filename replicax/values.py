@@ -7,6 +7,7 @@ is a :class:`PerReplica`. How replicas are combined is named by :class:`ReduceOp
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -115,7 +116,7 @@ class PerReplica(DistributedValues):
         Returns:
           The per-replica value whose component ``r`` is ``array[r]``.
         """
-        return StackedPerReplica(array)
+        return StackedPerReplica(array=array)
 
     # -- what it holds ---------------------------------------------------------------
 
@@ -307,8 +308,10 @@ class PerReplica(DistributedValues):
         return self
 
 
-class StackedPerReplica(PerReplica):
+class StackedPerReplica(PerReplica, types.SimpleNamespace):
     """A per-replica value in one array: what steps take and return.
+
+    Made on the path of every step, so its ``__init__`` is one that needs no Python.
 
     Args:
       array: Shape ``[num_replicas, ...]``, one row per replica.
@@ -317,9 +320,7 @@ class StackedPerReplica(PerReplica):
     array: Any = None
     is_stacked = True
     _parts = None
-
-    def __init__(self, array: Any):
-        self.array = array  # nothing else: this is on the path of every step
+    __init__ = types.SimpleNamespace.__init__
 
     @property
     def num_replicas(self) -> int:
@@ -355,8 +356,7 @@ class StackedPerReplica(PerReplica):
 # It is a PerReplica to everyone who looks at it.
 StackedPerReplica.__name__ = StackedPerReplica.__qualname__ = "PerReplica"
 
-# Registered like a dataclass because JAX flattens those without calling Python: this
-# is on the path of every step.
+# Registered like a dataclass because JAX flattens those without calling Python.
 jax.tree_util.register_dataclass(
     StackedPerReplica, data_fields=["array"], meta_fields=[]
 )

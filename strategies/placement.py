@@ -9,7 +9,7 @@ again and again are sent to the devices a single time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -21,12 +21,6 @@ from replicax.errors import PerReplicaError, ReplicaDivergenceError
 from replicax.values import PerReplica
 
 from ..datasets import buffers
-
-_Runs = dict[int, tuple[weakref.ref[Any], int]]
-
-
-def _alive(table: _Runs) -> _Runs:
-    return {k: v for k, v in list(table.items()) if v[0]() is not None}
 
 
 class Placer:
@@ -42,10 +36,6 @@ class Placer:
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.per_replica = NamedSharding(mesh, PartitionSpec(axis_name))
         self._placed: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
-        self._owned: _Runs = {}
-        self._most_owned = 1000
-        self._num_runs = 0
-        self._apart: _Runs = {}
 
     # -- placing ---------------------------------------------------------------------
 
@@ -111,54 +101,6 @@ class Placer:
             )
         )
 
-    # -- donation --------------------------------------------------------------------
-
-    def owns(self, x: jax.Array) -> int:
-        """Whether ``x`` came out of a donating run, and in which: 0 if in none.
-
-        Nothing shares memory with such an array, unless it was made from it later.
-        """
-        known = self._owned.get(id(x))
-        return known[1] if known is not None and known[0]() is x else 0
-
-    def disown(self, x: jax.Array) -> int:
-        """As :meth:`owns`, for the last time: ``x`` is about to be consumed."""
-        known = self._owned.pop(id(x), None)
-        return known[1] if known is not None and known[0]() is x else 0
-
-    def own(self, arrays: Iterable[Any]) -> None:
-        """Notes that ``arrays`` just came out of a donating run."""
-        self._num_runs += 1
-        owned, run = self._owned, self._num_runs
-        for x in arrays:
-            owned[id(x)] = (weakref.ref(x), run)
-        if len(owned) > self._most_owned:  # a call-back for each would cost more
-            self._owned = _alive(owned)
-            self._most_owned = 2 * len(self._owned) + 1000
-
-    def is_apart(self, x: jax.Array, oldest_run: int) -> bool:
-        """Whether ``x`` is known to share no memory with what came out of some runs.
-
-        Args:
-          x: An array.
-          oldest_run: The first of those runs.
-        """
-        known = self._apart.get(id(x))
-        return known is not None and known[0]() is x and known[1] < oldest_run
-
-    def set_apart(self, x: jax.Array, others: Sequence[jax.Array]) -> bool:
-        """Looks whether ``x`` shares memory with other arrays, on any device.
-
-        If not, it never will with what comes out of later runs.
-        """
-        mine = _addresses(x)
-        if any(not mine.isdisjoint(_addresses(other)) for other in others):
-            return False
-        if len(self._apart) > 1000:
-            self._apart = _alive(self._apart)
-        self._apart[id(x)] = (weakref.ref(x), self._num_runs)
-        return True
-
     # -- checking --------------------------------------------------------------------
 
     def check_copies_equal(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -186,12 +128,6 @@ class Placer:
                 "from data that differs per device; build them from one source, or "
                 "pass them as PerReplica."
             )
-
-
-def _addresses(x: jax.Array) -> set[int]:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
 
 
 def _forget(table: dict[int, Any], key: int) -> Any:

@@ -19,14 +19,10 @@ from .arguments import Kind
 from .donation import Donor
 from .fence import LAUNCHING
 from .placement import is_numeric
-from .traced_step import TracedStep, WithState, finish
+from .traced_step import TracedStep, finish
 
 if TYPE_CHECKING:
     from .strategy import Strategy
-
-
-NOT_REPEATED = object()
-"""Says that a call was no repetition after all."""
 
 
 class _Expected(threading.local):
@@ -38,7 +34,7 @@ class _Expected(threading.local):
 _expected = _Expected()
 
 
-class _NotRepeated(Exception):
+class NotRepeated(Exception):
     """JAX was about to trace a program for arguments of a kind not seen before."""
 
 
@@ -59,7 +55,6 @@ class Program:
     ):
         self._strategy = strategy
         self._placer = strategy.placer
-        self._fence = strategy.fence
         self._step = step
         self._positions = step.positions
         self._arrays = step.arrays
@@ -75,7 +70,11 @@ class Program:
             if x.kind in shardings
         }
         donated = [i for i in self._shardings if self._arrays[i].donated]
-        self._donor = Donor(self._placer, self._arrays, donated) if donated else None
+        self.donor = (
+            Donor(self._arrays, donated, treedef, self._placer.num_replicas)
+            if donated
+            else None
+        )
         self.references: list[Any] = []
 
         # A program of arrays takes the caller's own arguments, so that a repeated call
@@ -85,16 +84,16 @@ class Program:
             treedef is not None and len(self._shardings) == treedef.num_leaves
         )
         self._takes_trees = self.is_repeatable and not donated
-        self._num_signatures = 0
+        self.num_signatures = 0
 
         def program(*args: Any, **kwargs: Any) -> Any:
             if not _expected.active:
-                raise _NotRepeated
+                raise NotRepeated
             return step(*jax.tree.leaves((args, kwargs)))
 
         program.__name__ = program.__qualname__ = f"run_{step.name}"
         self._jitted = jax.jit(program)
-        self._donating = (
+        self.donating = (
             jax.jit(program, donate_argnums=donated) if donated else self._jitted
         )
 
@@ -121,55 +120,33 @@ class Program:
             if getattr(arrays[i], "sharding", None) is not sharding:
                 arrays[i] = leaves[self._positions[i]] = self._place(i, arrays[i])
                 self._shardings[i] = arrays[i].sharding
-        if self._donor is not None:
-            self._donor.prepare(arrays)
+        if self.donor is not None:
+            self.donor.prepare(arrays)
+        fence = self._strategy.fence
         with LAUNCHING:
-            result = self._call(self._donating, arrays)
-        self._num_signatures = num_signatures(self._donating)
-        if self._donor is not None:
-            self._placer.own(jax.tree.leaves(result))
-        if self._fence is not None:
-            self._fence.after_launch(result)
+            result = self._call(self.donating, arrays)
+            if fence is not None:
+                fence.after_launch(result)
+        self.num_signatures = num_signatures(self.donating)
+        if self.donor is not None:
+            self.donor.own(result)
         return finish(result)
 
-    def launch_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step on arguments of the kinds that it was launched with before.
+    def look_closer(self, args: Any, kwargs: Any) -> None:
+        """Looks whether new kinds of arguments can be launched with as they are.
 
-        JAX looks at them anyway: whether it knows their structure, shapes and places.
-        So they are not looked at here, unless JAX came to know another kind, or some
-        are donated.
+        Placing is remembered by :meth:`launch` only: JAX would do it every time.
 
         Args:
-          args: Positional arguments, as the caller gave them.
-          kwargs: Keyword arguments, likewise.
-
-        Returns:
-          The outputs; or :data:`NOT_REPEATED`, having done nothing, if they are of
-          another structure, shape or type, or lie elsewhere.
+          args: The positional arguments that JAX was given.
+          kwargs: The keyword arguments.
         """
-        if self._donor is not None:
-            args, kwargs = self._ready_to_donate(args, kwargs), {}
-            if not args:
-                return NOT_REPEATED
-        try:
-            with LAUNCHING:
-                result = self._donating(*args, **kwargs)
-        except (_NotRepeated, ValueError):
-            return NOT_REPEATED
-        if num_signatures(self._donating) != self._num_signatures:
-            # Placing is remembered on the long way only: JAX would do it every time.
-            self._num_signatures = num_signatures(self._donating)
-            leaves = jax.tree.leaves((args, kwargs))
-            self.is_repeatable = all(
-                self._placer.lies_as(leaves[i], sharding)
-                for i, sharding in self._shardings.items()
-            )
-        if self._donor is not None:
-            self._placer.own(jax.tree.leaves(result))
-        fence = self._fence
-        if fence is not None and next(fence.launches) % fence.between_waits == 0:
-            fence.wait_for(result)
-        return finish(result)[0] if type(result) is WithState else result
+        self.num_signatures = num_signatures(self.donating)
+        leaves = jax.tree.leaves((args, kwargs))
+        self.is_repeatable = all(
+            self._placer.lies_as(leaves[i], sharding)
+            for i, sharding in self._shardings.items()
+        )
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
         """Runs the step inside the trace that the caller is in; see :meth:`launch`."""
@@ -216,11 +193,3 @@ class Program:
                 return jitted(*args, **kwargs)
             finally:
                 _expected.active = before
-
-    def _ready_to_donate(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        """The arrays of a call, if those to be donated are free; else ``()``."""
-        assert self._donor is not None
-        arrays, treedef = jax.tree_util.tree_flatten((args, kwargs))
-        if treedef != self._treedef:
-            return ()
-        return tuple(arrays) if self._donor.take(arrays) else ()

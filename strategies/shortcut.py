@@ -2,8 +2,9 @@
 
 In a training loop, each call is the one before it with other arrays. Such a call needs
 no key to find its program, and JAX looks at its arguments anyway: whether it knows
-their structure, shapes and places. So all that is left to do is to see that it *is* the
-call before it. Every line of the function made here is on the path of every step.
+their structure, shapes and places, and whether the same mesh is set. So all that is
+left to do is to see that it *is* the call before it. Every line of the functions made
+here is on the path of every step, which is why they call little and look nothing up.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import get_abstract_mesh
-
-from replicax._compat import no_trace_is_active
+from replicax._compat import no_trace_is_active, num_signatures
 
 from .context import stands_outside
+from .fence import LAUNCHING
 from .function_key import captured_cells
-from .program import NOT_REPEATED, Program
+from .program import NotRepeated, Program
+from .traced_step import WithState, finish
 
 if TYPE_CHECKING:
     from .options import RunOptions
     from .strategy import Strategy
+
+NOT_REPEATED = object()
+"""Says that a call was no repetition after all."""
 
 
 def make_shortcut(
@@ -43,7 +47,11 @@ def make_shortcut(
     cells = captured_cells(fn)
     is_function = isinstance(fn, types.FunctionType)
     defaults = (fn.__defaults__, fn.__kwdefaults__) if is_function else (None, None)
-    launch_again = program.launch_again
+    call, donor = program.donating, program.donor
+    fence = strategy.fence
+    launches, between_waits = (
+        (fence.launches, fence.between_waits) if fence else ((), 0)
+    )
 
     def run(fn_: Any, args: Any, kwargs: Any, options_: Any) -> Any:
         if (
@@ -53,7 +61,6 @@ def make_shortcut(
             or not program.is_repeatable
             or not stands_outside(strategy)
             or not no_trace_is_active()
-            or not get_abstract_mesh().empty
         ):
             return NOT_REPEATED
         if is_function and (
@@ -66,6 +73,23 @@ def make_shortcut(
                     return NOT_REPEATED
         except ValueError:  # a name without a value yet
             return NOT_REPEATED
-        return launch_again(args, kwargs or {})
+        if donor is not None:
+            args, kwargs = donor.take(args, kwargs), None
+            if args is None:
+                return NOT_REPEATED
+        LAUNCHING.acquire()  # `with` takes twice as long
+        try:
+            result = call(*args, **kwargs) if kwargs else call(*args)
+            if fence is not None and next(launches) % between_waits == 0:
+                fence.wait(result)
+        except (NotRepeated, ValueError):
+            return NOT_REPEATED
+        finally:
+            LAUNCHING.release()
+        if num_signatures(call) != program.num_signatures:
+            program.look_closer(args, kwargs or {})
+        if donor is not None:
+            donor.own(result)
+        return finish(result)[0] if type(result) is WithState else result
 
     return run

@@ -32,9 +32,9 @@ from .fence import Fence, fence_for
 from .merge import component_for_replica, join_replicas
 from .options import RunOptions
 from .placement import Placer
-from .program import NOT_REPEATED
 from .replica_context import ReplicaContext
 from .run import Runner
+from .shortcut import NOT_REPEATED
 
 
 class Strategy:
@@ -65,6 +65,7 @@ class Strategy:
         self._devices = tuple(devices)
         self.cross_device_ops = cross_device_ops or CrossDeviceOps()
         self._runner = Runner(self)
+        self._shortcuts = self._runner.shortcuts
         self.extended = StrategyExtended(self)
 
     # -- what it is ------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Strategy:
           >>> float(mean), [float(v) for v in losses.values]
           (12.0, [4.0, 20.0])
         """
-        shortcut = self._runner.shortcuts.get(id(fn))
+        shortcut = self._shortcuts.get(id(fn))
         if shortcut is not None:
             out = shortcut(fn, args, kwargs, options)
             if out is not NOT_REPEATED:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from replicax.strategies.fence import Fence
 
 import replicax as rx
 
@@ -1074,21 +1075,59 @@ def test_a_tight_loop_of_collectives_does_not_starve_itself():
     assert w.tolist() == [300 * 4.5] * 8
 
 
+class Output:
+    """Stands for an output of a launch."""
+
+    size = 1
+
+    def __init__(self, log, number, deleted=False):
+        self.log, self.number, self.deleted = log, number, deleted
+
+    def is_deleted(self):
+        return self.deleted
+
+    def block_until_ready(self):
+        if self.deleted:
+            raise RuntimeError("deleted")
+        self.log.append(self.number)
+
+
+@pytest.mark.parametrize("devices, every", [(2, 16), (4, 8), (8, 4), (100, 1)])
+def test_a_launch_waits_for_an_earlier_one(devices, every):
+    waited, fence = [], Fence(devices)
+    for number in range(1, 4 * every + 1):
+        fence.after_launch([Output(waited, number)])
+    assert waited == [every, 2 * every, 3 * every]
+
+
 def test_strategies_that_take_turns_are_both_waited_for():
-    class Output:
-        waits = 0
-
-        def block_until_ready(self):
-            self.waits += 1
-
-    mine, theirs = Output(), Output()
+    mine, theirs = [], []
     far = rx.MirroredStrategy(["cpu:6", "cpu:7"])
     near = rx.MirroredStrategy(["cpu:0", "cpu:1"])
-    for _ in range(16):
-        near.fence.after_launch([mine])
-        far.fence.after_launch({"x": theirs})
-    assert (mine.waits, theirs.waits) == (2, 2)
+    for number in range(1, 49):
+        near.fence.after_launch([Output(mine, number)])
+        far.fence.after_launch({"x": Output(theirs, number)})
+    assert mine == theirs == [16, 32]
     assert ONE.fence is None
+
+
+def test_outputs_that_were_donated_are_not_waited_for():
+    waited, fence = [], Fence(8)
+    for number in range(1, 25):
+        state = Output(waited, f"state {number}")
+        fence.after_launch([Output(waited, number), state])
+        state.deleted = True
+    # The last output turns out to be donated; from then on, the first is waited for.
+    assert waited == [8, 12, 16, 20]
+
+
+def test_large_outputs_are_not_held():
+    waited, fence = [], Fence(8)
+    for number in range(1, 17):
+        large = Output(waited, number)
+        large.size = 1_000_000
+        fence.after_launch([large])
+    assert waited == [8, 16]
 
 
 # -- the other strategies ------------------------------------------------------------
