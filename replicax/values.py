@@ -320,7 +320,7 @@ class StackedPerReplica(PerReplica, types.SimpleNamespace):
     array: Any = None
     is_stacked = True
     _parts = None
-    __init__ = types.SimpleNamespace.__init__
+    __init__: Any = types.SimpleNamespace.__init__
 
     @property
     def num_replicas(self) -> int:

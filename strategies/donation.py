@@ -52,8 +52,10 @@ class Donor:
     ):
         self._arrays = arrays
         # Flattened apart, because most calls have no keyword arguments.
-        self._args, self._kwargs = treedef.children() if treedef else (None, None)
-        self._has_kwargs = bool(treedef and self._kwargs.num_leaves)
+        self._args, self._kwargs, self._has_kwargs = None, None, False
+        if treedef is not None:
+            self._args, self._kwargs = treedef.children()
+            self._has_kwargs = self._kwargs.num_leaves > 0
         self._donated = donated
         self._num_replicas = num_replicas
         self._kept = sorted(set(range(len(arrays))) - set(donated))

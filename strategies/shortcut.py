@@ -9,6 +9,7 @@ here is on the path of every step, which is why they call little and look nothin
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,8 @@ def make_shortcut(
     defaults = (fn.__defaults__, fn.__kwdefaults__) if is_function else (None, None)
     call, donor = program.donating, program.donor
     fence = strategy.fence
-    launches, between_waits = (
-        (fence.launches, fence.between_waits) if fence else ((), 0)
-    )
+    launches = fence.launches if fence else itertools.count()
+    between_waits = fence.between_waits if fence else 0
 
     def run(fn_: Any, args: Any, kwargs: Any, options_: Any) -> Any:
         if (
