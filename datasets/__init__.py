@@ -9,7 +9,11 @@ from .arrays import ArrayDataset as ArrayDataset
 from .arrays import from_arrays as from_arrays
 from .distributed import DistributedDataset as DistributedDataset
 from .distributed import DistributedIterator as DistributedIterator
+from .input_context import InputContext as InputContext
+from .optional import Optional as Optional
 from .options import InputOptions as InputOptions
+from .options import InputReplicationMode as InputReplicationMode
+from .sharding import AutoShardPolicy as AutoShardPolicy
 from .sources import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from .sources import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
 
@@ -17,8 +21,12 @@ __all__ = [
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
     "ArrayDataset",
+    "AutoShardPolicy",
     "DistributedDataset",
     "DistributedIterator",
+    "InputContext",
     "InputOptions",
+    "InputReplicationMode",
+    "Optional",
     "from_arrays",
 ]

@@ -8,8 +8,8 @@ better made with a data loading library, and distributed just the same.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,8 +89,8 @@ class ArrayDataset:
     _drop_remainder: bool = False
     _repeats: int | None = 1
     _repeated: bool = False
-    _iterations: Iterator[int] = dataclasses.field(
-        default_factory=itertools.count, init=False
+    _iterations: _Counter = dataclasses.field(
+        default_factory=lambda: _Counter(), init=False
     )
 
     # -- the chain -------------------------------------------------------------------
@@ -225,13 +225,9 @@ class ArrayDataset:
 
     # -- iterating -------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> ArrayIterator:
         """Starts the next epoch, or the next ``repeat`` of epochs."""
-        iteration = next(self._iterations)
-        if self._repeats is None:
-            return self._run(itertools.count(iteration))
-        first = iteration * self._repeats
-        return self._run(range(first, first + self._repeats))
+        return ArrayIterator(self, self._iterations.take())
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Iterates over one given epoch, without counting as an iteration.
@@ -242,15 +238,8 @@ class ArrayDataset:
         Returns:
           An iterator over the epoch's elements.
         """
-        return self._run((_integer("epoch(epoch)", epoch, at_least=0),))
-
-    def _run(self, epochs: Any) -> Iterator[Any]:
-        for epoch in epochs:
-            if self.batches_per_epoch == 0:
-                return
-            order = self._order(epoch)
-            for index in range(self.batches_per_epoch):
-                yield self._element(order, index)
+        order = self._order(_integer("epoch(epoch)", epoch, at_least=0))
+        return (self._element(order, i) for i in range(self.batches_per_epoch))
 
     def _order(self, epoch: int) -> np.ndarray | None:
         """The order of an epoch's rows; ``None`` for the order they lie in."""
@@ -266,6 +255,82 @@ class ArrayDataset:
         rows = slice(start, min(start + self._batch_size, self.num_rows))
         chosen = rows if order is None else order[rows]
         return self._treedef.unflatten(take_rows(leaf, chosen) for leaf in self._leaves)
+
+
+class _Counter:
+    """Counts the iterations of a dataset."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> int:
+        with self._lock:
+            self.next += 1
+            return self.next - 1
+
+
+class ArrayIterator(Iterator[Any]):
+    """One iteration of an :class:`ArrayDataset`; it can be saved and restored.
+
+    Args:
+      dataset: The dataset.
+      iteration: Which of its iterations this is, from 0.
+    """
+
+    def __init__(self, dataset: ArrayDataset, iteration: int):
+        self._dataset = dataset
+        self._begin(iteration, 0)
+
+    def _begin(self, iteration: int, position: int) -> None:
+        """Stands before the element at ``position`` of an iteration."""
+        self._iteration = iteration
+        self._position = position
+        self._order_of: int | None = None
+        self._order: np.ndarray | None = None
+
+    def __next__(self) -> Any:
+        dataset = self._dataset
+        per_epoch, repeats = dataset.batches_per_epoch, dataset.num_epochs
+        if per_epoch == 0:
+            raise StopIteration
+        turn, index = divmod(self._position, per_epoch)
+        if repeats is not None and turn >= repeats:
+            raise StopIteration
+        epoch = turn + self._iteration * (1 if repeats is None else repeats)
+        if self._order_of != epoch:
+            self._order_of, self._order = epoch, dataset._order(epoch)
+        self._position += 1
+        return dataset._element(self._order, index)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the next element stands, as plain data that JSON can hold."""
+        return {
+            "iteration": self._iteration,
+            "position": self._position,
+            "dataset": repr(self._dataset),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to where :meth:`get_state` was called, also in another process.
+
+        The dataset's next iteration will be the one after this.
+
+        Args:
+          state: What ``get_state`` returned, for a dataset that is made alike.
+
+        Raises:
+          ValueError: It is the state of another dataset.
+        """
+        here = repr(self._dataset)
+        if state.get("dataset") != here:
+            raise ValueError(
+                f"The state is that of another dataset. It was saved from "
+                f"{state.get('dataset')}. This one is {here}: rows, seed, batch size "
+                "and epochs must be the same for the order to be the same."
+            )
+        self._begin(state["iteration"], state["position"])
+        self._dataset._iterations.next = state["iteration"] + 1
 
 
 def _integer(what: str, value: Any, *, at_least: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from .buffers import concatenated
 
 
 def as_host_batch(batch: Any) -> Any:
@@ -36,6 +39,43 @@ def batch_rows(batch: Any) -> int:
     if len(rows) == 1 and () not in rows:
         return rows.pop()[0]
     raise ValueError(_what_is_wrong(batch))
+
+
+def join_batches(parts: Sequence[Any]) -> Any:
+    """Puts batches one after the other.
+
+    Args:
+      parts: Batches with numpy leaves, of one structure.
+
+    Returns:
+      One batch of all rows, in memory of its own.
+
+    Raises:
+      ValueError: Structures, dtypes or the shapes of rows differ.
+    """
+    structures = {jax.tree.structure(part) for part in parts}
+    if len(structures) > 1:
+        found = " and ".join(sorted(map(str, structures)))
+        raise ValueError(f"Batches must have one structure. Got {found}.")
+    flat = [jax.tree_util.tree_leaves_with_path(part) for part in parts]
+    leaves = []
+    for same in zip(*flat, strict=True):
+        arrays = [leaf for _, leaf in same]
+        kinds = {(a.dtype, a.shape[1:]) for a in arrays}
+        if len(kinds) > 1:
+            name = "batch" + jax.tree_util.keystr(same[0][0])
+            found = " and ".join(sorted(f"{d}{list(s)}" for d, s in kinds))
+            raise ValueError(
+                f"Batches that are put together must have rows of one dtype and shape. "
+                f"{name} has rows of {found}."
+            )
+        leaves.append(concatenated(arrays))
+    return structures.pop().unflatten(leaves)
+
+
+def no_rows_of(batch: Any) -> Any:
+    """A batch of the same structure, without rows."""
+    return jax.tree.map(lambda leaf: leaf[:0], batch)
 
 
 def _what_is_wrong(batch: Any) -> str:

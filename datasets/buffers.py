@@ -8,6 +8,7 @@ again. Memory that someone else may still write to is copied first, for the same
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -84,3 +85,19 @@ def with_rows(array: np.ndarray, size: int) -> np.ndarray:
     out[:rows] = array
     out[rows:] = None if array.dtype == object else np.zeros((), array.dtype)
     return out
+
+
+def concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Copies arrays one after the other into memory of their own.
+
+    Args:
+      arrays: Shape ``[rows, ...]`` each, equal but for the rows, of one dtype.
+
+    Returns:
+      Shape ``[all rows, ...]``.
+    """
+    if not is_numeric(arrays[0].dtype):
+        return np.concatenate(arrays)
+    rows = sum(a.shape[0] for a in arrays)
+    out = aligned_empty((rows, *arrays[0].shape[1:]), arrays[0].dtype)
+    return np.concatenate(arrays, out=out)

@@ -9,25 +9,103 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.errors import OutOfRangeError
 from replicax.values import PerReplica
 
-from .batches import as_host_batch, batch_rows
-from .buffers import is_numeric, with_rows
-from .options import InputOptions
+from .buffers import is_numeric
+from .feeds import DealtFeed, Feed, SplitFeed, sources_of_function
+from .input_context import InputContext
+from .optional import Optional
+from .options import InputOptions, InputReplicationMode
 from .prefetch import Prefetched
-from .remainder import check_sizes, pad_batch, padded_size, steps, uneven_error
-from .sources import (
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
-    Source,
-    as_source,
-)
+from .shapes import ShapeWatch
+from .sources import INFINITE_CARDINALITY, Batches, as_source, close
+
+
+def distribute_dataset(
+    dataset: Any,
+    mesh: Mesh,
+    options: InputOptions | None = None,
+    context: InputContext | None = None,
+) -> DistributedDataset:
+    """Splits global batches over the replicas of a mesh.
+
+    Args:
+      dataset: Global batches; see ``sources.as_source``.
+      mesh: The mesh of this process's replicas, of one axis.
+      options: The options, or ``None`` for the defaults.
+      context: The place of this process among the workers; default: the only one.
+
+    Returns:
+      The distributed dataset.
+
+    Raises:
+      TypeError: ``dataset`` or ``options`` is of the wrong type.
+      ValueError: ``dataset`` is not batched, or the options do not fit it.
+      UnevenBatchError: It is known beforehand that a batch does not divide.
+    """
+    if isinstance(dataset, DistributedDataset | DistributedIterator):
+        raise TypeError(
+            "This dataset is distributed already. Pass the dataset of global batches "
+            "that it was made from."
+        )
+    options = _checked(options)
+    if options.replication_mode is InputReplicationMode.PER_REPLICA:
+        raise ValueError(
+            "InputReplicationMode.PER_REPLICA calls a function for each replica: pass "
+            "one to distribute_datasets_from_function. A dataset of global batches is "
+            "split instead."
+        )
+    context = context or InputContext(num_replicas_in_sync=mesh.size)
+    feed = SplitFeed(as_source(dataset), mesh.size, context, options)
+    return DistributedDataset(feed, mesh, options)
+
+
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Any],
+    mesh: Mesh,
+    options: InputOptions | None = None,
+    context: InputContext | None = None,
+) -> DistributedDataset:
+    """Deals the batches of a function's dataset to the replicas of a mesh.
+
+    Args:
+      dataset_fn: Called with an :class:`InputContext`; returns batches of one replica.
+      mesh: The mesh of this process's replicas, of one axis.
+      options: The options, or ``None`` for the defaults.
+      context: The place of this process among the workers; default: the only one.
+
+    Returns:
+      The distributed dataset.
+
+    Raises:
+      TypeError: ``dataset_fn`` is not a function, or returns no dataset.
+      UnevenBatchError: It is known beforehand that the last round is incomplete.
+    """
+    if not callable(dataset_fn):
+        raise TypeError(
+            "distribute_datasets_from_function takes a function that is called with "
+            f"an InputContext and returns a dataset. Got {dataset_fn!r}. For a dataset "
+            "itself use experimental_distribute_dataset."
+        )
+    options = _checked(options)
+    context = context or InputContext(num_replicas_in_sync=mesh.size)
+    sources = sources_of_function(dataset_fn, mesh.size, context, options, as_source)
+    return DistributedDataset(DealtFeed(sources, mesh.size, options), mesh, options)
+
+
+def _checked(options: Any) -> InputOptions:
+    options = InputOptions() if options is None else options
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options must be an InputOptions. Got {options!r}.")
+    return options
 
 
 class DistributedDataset:
     """A dataset whose elements are split over the replicas of a mesh.
 
-    Made by ``strategy.experimental_distribute_dataset``. Iterating yields the structure
+    Made by ``strategy.experimental_distribute_dataset`` or
+    ``strategy.distribute_datasets_from_function``. Iterating yields the structure
     of the global batches with a :class:`~replicax.PerReplica` at each leaf: a batch
     leaf of shape ``[global_batch, ...]`` becomes one array of shape
     ``[num_replicas, global_batch / num_replicas, ...]``, one row on each replica's
@@ -35,15 +113,9 @@ class DistributedDataset:
     numpy array per replica. Replica ``r`` receives the ``r``-th consecutive part.
 
     Args:
-      dataset: Global batches; see ``replicax.datasets.sources.as_source``.
-      mesh: The mesh of the replicas.
-      options: An :class:`~replicax.InputOptions`, or ``None`` for the defaults.
-      axis_name: The mesh axis that runs over the replicas.
-
-    Raises:
-      TypeError: ``dataset`` or ``options`` is of the wrong type.
-      ValueError: The mesh has no such axis, or ``dataset`` is not batched.
-      UnevenBatchError: It is known beforehand that a batch does not divide.
+      feed: What the replicas get, on the host.
+      mesh: The mesh of the replicas, of one axis.
+      options: How it is delivered.
 
     Example:
       >>> import numpy as np
@@ -58,46 +130,35 @@ class DistributedDataset:
       True
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        mesh: Mesh,
-        options: InputOptions | None = None,
-        axis_name: str = "replica",
-    ):
-        if isinstance(dataset, DistributedDataset | DistributedIterator):
-            raise TypeError(
-                "This dataset is distributed already. Pass the dataset of global "
-                "batches that it was made from."
-            )
-        options = InputOptions() if options is None else options
-        if not isinstance(options, InputOptions):
-            raise TypeError(f"options must be an InputOptions. Got {options!r}.")
-        if axis_name not in mesh.shape:
-            raise ValueError(
-                f"The mesh has no axis {axis_name!r}. Its axes are {mesh.axis_names}."
-            )
-        self._source: Source = as_source(dataset)
-        self._sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-        self._num_replicas = mesh.shape[axis_name]
+    def __init__(self, feed: Feed, mesh: Mesh, options: InputOptions):
+        self._feed = feed
+        self._sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+        self._num_replicas = mesh.size
         self._options = options
         self._spec: Any = None
-        if self._source.sizes is not None:
-            check_sizes(
-                self._source.sizes,
-                self._num_replicas,
-                options.remainder,
-                self._source.batch_size,
-            )
+        self._shapes = ShapeWatch()
 
     def __iter__(self) -> DistributedIterator:
         """Starts a new iteration: for ``from_arrays``, a new epoch."""
-        ready = _deliver(
-            self._source.batches(),
-            self._fit(),
-            self._place,
-        )
-        return DistributedIterator(ready, self._options.prefetch)
+        return DistributedIterator(self)
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Goes through one iteration, carrying a state along.
+
+        Args:
+          initial_state: The first state, of any type.
+          reduce_func: Called as ``reduce_func(state, element)`` outside of the
+            replicas, so that it may use ``strategy.run`` and ``strategy.reduce``.
+            Returns the next state.
+
+        Returns:
+          The last state; ``initial_state`` if there is no element.
+        """
+        state = initial_state
+        with iter(self) as elements:
+            for element in elements:
+                state = reduce_func(state, element)
+        return state
 
     def __repr__(self) -> str:
         return (
@@ -114,13 +175,7 @@ class DistributedDataset:
         ``INFINITE_CARDINALITY`` (-1) if it never ends, ``UNKNOWN_CARDINALITY`` (-2) if
         only iterating will tell.
         """
-        source = self._source
-        if source.sizes is None:
-            return UNKNOWN_CARDINALITY
-        one = steps(source.sizes, self._num_replicas, self._options.remainder)
-        if source.num_epochs is None:
-            return INFINITE_CARDINALITY if one else 0
-        return one * source.num_epochs
+        return self._feed.cardinality
 
     def __len__(self) -> int:
         """The number of elements of one iteration.
@@ -152,14 +207,12 @@ class DistributedDataset:
         return self._spec
 
     def _first_batch(self) -> Any:
-        if self._source.peek is None:
-            raise ValueError(
-                "The element_spec of a dataset made from an iterator is not known: "
-                "looking at its first batch would take it. Pass a generator function "
-                "or a list."
-            )
-        for batch in _deliver(self._source.peek(), self._fit(), lambda batch: batch):
-            return batch
+        rounds = self._feed.peek()
+        try:
+            for batch in rounds:
+                return batch
+        finally:
+            close(rounds)
         raise ValueError("The dataset is empty: it has no element_spec.")
 
     def _spec_of(self, leaf: np.ndarray) -> PerReplica:
@@ -172,15 +225,14 @@ class DistributedDataset:
 
     # -- a batch on its way ----------------------------------------------------------
 
-    def _fit(self) -> Callable[[Any], Any]:
-        return _Fit(self._num_replicas, self._options.remainder, self._source.private)
-
     def _place(self, batch: Any) -> Any:
         """Splits an even host batch and lays it on the devices, in one transfer."""
         leaves, treedef = jax.tree.flatten(batch)
         n = self._num_replicas
         split = [x.reshape(n, x.shape[0] // n, *x.shape[1:]) for x in leaves]
-        on_device = [is_numeric(x.dtype) for x in split]
+        self._shapes.note(treedef, split)
+        fetch = self._options.fetch_to_device
+        on_device = [fetch and is_numeric(x.dtype) for x in split]
         arrays = iter(
             jax.device_put(
                 [x for x, put in zip(split, on_device, strict=True) if put],
@@ -203,15 +255,74 @@ class DistributedIterator(Iterator[Any]):
     leaving it as a context manager.
 
     Args:
-      ready: Placed batches, made as they are asked for.
-      prefetch: How many may be made before they are asked for.
+      dataset: The distributed dataset.
     """
 
-    def __init__(self, ready: Iterator[Any], prefetch: int):
-        self._ready: Any = Prefetched(ready, prefetch) if prefetch else ready
+    def __init__(self, dataset: DistributedDataset):
+        self._dataset = dataset
+        self._start(None)
+
+    def _start(self, state: Any) -> None:
+        rounds = self._dataset._feed.start(state)
+        self._state = rounds.get_state()
+        self._ready: Any = _placed(rounds, self._dataset._place)
+        if prefetch := self._dataset._options.prefetch:
+            self._ready = Prefetched(self._ready, prefetch)
 
     def __next__(self) -> Any:
-        return next(self._ready)
+        self._state, element = next(self._ready)
+        return element
+
+    def get_next(self) -> Any:
+        """Returns the next element.
+
+        Raises:
+          OutOfRangeError: There is none.
+        """
+        for element in self:
+            return element
+        raise OutOfRangeError(
+            "The iteration is at its end. Iterate with `for`, or ask "
+            "get_next_as_optional() whether there is another element."
+        )
+
+    def get_next_as_optional(self) -> Optional:
+        """Returns the next element, or an empty :class:`Optional` at the end."""
+        for element in self:
+            return Optional(element)
+        return Optional()
+
+    @property
+    def element_spec(self) -> Any:
+        """See :attr:`DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    def get_state(self) -> Any:
+        """Where the element stands that is asked for next.
+
+        What was prepared ahead does not count. The position is that of the global
+        batches, so it holds for any number of replicas.
+
+        Returns:
+          Plain data, which ``json.dumps`` accepts.
+        """
+        return self._state
+
+    def set_state(self, state: Any) -> None:
+        """Goes to where :meth:`get_state` was called, also in another process.
+
+        Datasets that know their position (``from_arrays``, ``from_files``, grain) go
+        there directly; of others, the elements before it are made and passed over.
+
+        Args:
+          state: What ``get_state`` returned, for a dataset that is made alike.
+
+        Raises:
+          ValueError: It is the state of another dataset.
+          RuntimeError: The dataset can be iterated only once.
+        """
+        self.close()
+        self._start(state)
 
     def close(self) -> None:
         """Ends the iteration and frees what was prepared. May be called twice."""
@@ -224,44 +335,10 @@ class DistributedIterator(Iterator[Any]):
         self.close()
 
 
-class _Fit:
-    """Makes each batch of one iteration divide by the replicas, or leaves it out."""
-
-    def __init__(self, num_replicas: int, remainder: str, private: bool):
-        self._num_replicas = num_replicas
-        self._remainder = remainder
-        self._private = private
-        self._size = 0
-        self._seen = 0
-
-    def __call__(self, batch: Any) -> Any | None:
-        batch = as_host_batch(batch)
-        rows = batch_rows(batch)
-        number, self._seen = self._seen, self._seen + 1
-        if self._remainder == "pad":
-            # A batch larger than the first one raises the size: no row is lost.
-            self._size = max(self._size, padded_size(rows, self._num_replicas))
-            return pad_batch(batch, rows, self._size)
-        if rows % self._num_replicas:
-            if self._remainder == "drop":
-                return None
-            raise uneven_error(rows, self._num_replicas, f"Batch {number}")
-        if self._private:
-            return batch
-        return jax.tree.map(lambda leaf: with_rows(leaf, rows), batch)
-
-
-def _deliver(
-    batches: Iterator[Any],
-    fit: Callable[[Any], Any],
-    place: Callable[[Any], Any],
-) -> Iterator[Any]:
+def _placed(rounds: Batches, place: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the elements of an iteration, each with the state after it."""
     try:
-        for batch in batches:
-            batch = fit(batch)
-            if batch is not None:
-                yield place(batch)
+        for batch in rounds:
+            yield rounds.get_state(), place(batch)
     finally:
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
+        close(rounds)

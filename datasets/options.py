@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Literal, get_args
+
+from .sharding import AutoShardPolicy
 
 Remainder = Literal["error", "drop", "pad"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputReplicationMode(enum.Enum):
+    """How often a function that makes a dataset is called.
+
+    ``PER_WORKER``: once in each process; the replicas take batches in turn.
+    ``PER_REPLICA``: once for each replica, which gets that dataset's batches.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class InputOptions:
-    """Options of ``strategy.experimental_distribute_dataset``.
+    """How a dataset is delivered to the replicas.
 
     Args:
       prefetch: How many batches may wait on their devices before they are asked for.
@@ -29,18 +43,28 @@ class InputOptions:
           ``"mask"``, a tuple ``(x, y)`` as its third entry. Reducing with
           ``weights=mask`` is then exact.
 
+      auto_shard_policy: How several workers share a dataset; see
+        :class:`AutoShardPolicy`. With one worker it makes no difference.
+      replication_mode: How often ``strategy.distribute_datasets_from_function`` calls
+        its function; see :class:`InputReplicationMode`.
+      fetch_to_device: Whether batches are laid on the devices. If not, each replica's
+        part stays a numpy array on the host.
+
     Raises:
-      TypeError: ``prefetch`` is not an integer.
+      TypeError: An option is of the wrong type.
       ValueError: ``prefetch`` is negative, or ``remainder`` is none of the three.
 
     Example:
       >>> import replicax as rx
       >>> rx.InputOptions(remainder="pad")
-      InputOptions(prefetch=2, remainder='pad')
+      InputOptions(remainder='pad')
     """
 
     prefetch: int = 2
     remainder: Remainder = "error"
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    fetch_to_device: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
@@ -59,3 +83,18 @@ class InputOptions:
                 f"InputOptions.remainder must be one of {', '.join(map(repr, choices))}"
                 f". Got {self.remainder!r}."
             )
+        for name in ("auto_shard_policy", "replication_mode", "fetch_to_device"):
+            wanted = type(getattr(type(self), name))
+            if type(getattr(self, name)) is not wanted:
+                raise TypeError(
+                    f"InputOptions.{name} must be of type {wanted.__name__}. Got "
+                    f"{getattr(self, name)!r}."
+                )
+
+    def __repr__(self) -> str:
+        changed = ", ".join(
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return f"InputOptions({changed})"

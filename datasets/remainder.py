@@ -8,7 +8,7 @@ replica order, is in the order of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +93,27 @@ def uneven_error(rows: int, num_replicas: int, which: str) -> UnevenBatchError:
         'InputOptions(remainder="drop") to leave out batches that do not divide; or '
         'InputOptions(remainder="pad") to fill batches up and receive a mask that is 0 '
         "for the filler."
+    )
+
+
+def missing_error(dealt: int, num_replicas: int, which: str) -> UnevenBatchError:
+    """The error for a round in which some replicas get no batch."""
+    return UnevenBatchError(
+        f"{which} has a batch for only {dealt} of {num_replicas} replicas. Let the "
+        f"dataset have a number of batches that {num_replicas} divides; or choose "
+        'InputOptions(remainder="drop") to leave out what is over; or '
+        'InputOptions(remainder="pad") to give the others filler with a mask of 0.'
+    )
+
+
+def unequal_error(rows: Sequence[int], which: str) -> UnevenBatchError:
+    """The error for a round in which replicas get unequally many rows."""
+    listed = ", ".join(f"replica {r}: {n}" for r, n in enumerate(rows))
+    return UnevenBatchError(
+        f"{which} has unequally many rows for the replicas ({listed}), but they run "
+        "one program. Let the function's dataset drop its last, smaller batch; or "
+        'choose InputOptions(remainder="drop") to leave such a round out; or '
+        'InputOptions(remainder="pad") to fill batches up and receive a mask.'
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,25 +23,93 @@ INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
 
 
+class Batches(Protocol):
+    """One iteration over batches, which knows where it stands."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Returns itself."""
+        ...
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        ...
+
+    def get_state(self) -> Any:
+        """Where the next batch stands: plain data that JSON can hold."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """Global batches that can be asked for, and what is known of them beforehand.
+    """Batches that can be asked for, and what is known of them beforehand.
 
     Attributes:
-      batches: Starts an iteration over the global batches.
+      start: Starts an iteration: the next one, given ``None``; or that of a state which
+        ``Batches.get_state`` returned, from there on. Batches that hold threads or
+        files have a method ``close``.
       peek: Starts an iteration that is only looked at; ``None`` if looking takes.
       sizes: The batches of one epoch as ``{rows: how many}``, or ``None`` if unknown.
       num_epochs: The epochs of one iteration, or ``None`` for no end.
       batch_size: The rows of a full batch, or ``None`` if unknown.
       private: Whether each batch lies in memory that nobody else writes to.
+      num_files: The number of files that it reads, 0 if it is not made of files.
+      of_files: Returns the source of some of the files only, given their numbers and
+        the rows of a batch. ``None`` if it is not made of files.
     """
 
-    batches: Callable[[], Iterator[Any]]
+    start: Callable[[Any], Batches]
     peek: Callable[[], Iterator[Any]] | None
     sizes: Mapping[int, int] | None = None
     num_epochs: int | None = 1
     batch_size: int | None = None
     private: bool = False
+    num_files: int = 0
+    of_files: Callable[[Sequence[int], int], Source] | None = None
+
+    @property
+    def cardinality(self) -> int:
+        """The batches of one iteration, or one of the two constants above."""
+        if self.sizes is None:
+            return UNKNOWN_CARDINALITY
+        one = sum(self.sizes.values())
+        if self.num_epochs is None:
+            return INFINITE_CARDINALITY if one else 0
+        return one * self.num_epochs
+
+
+class Counted(Iterator[Any]):
+    """Batches whose position is their number: those before a state are passed over.
+
+    Args:
+      make: Starts an iteration from its beginning.
+      state: What ``get_state`` returned, or ``None``.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Any]], state: Any = None):
+        self._count = 0
+        self._batches = make()
+        for _ in range(0 if state is None else state["batches"]):
+            next(self)
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._count += 1
+        return batch
+
+    def get_state(self) -> Any:
+        """The number of batches so far."""
+        return {"batches": self._count}
+
+    def close(self) -> None:
+        """Closes what the batches come from."""
+        close(self._batches)
+
+
+def close(batches: Any) -> None:
+    """Closes an iteration, if it holds anything to close."""
+    method = getattr(batches, "close", None)
+    if method is not None:
+        method()
 
 
 def as_source(dataset: Any) -> Source:
@@ -65,15 +133,13 @@ def as_source(dataset: Any) -> Source:
         return _from_array_dataset(dataset)
     if isinstance(dataset, list):
         sizes = collections.Counter(batch_rows(batch) for batch in dataset)
-        return Source(
-            batches=lambda: iter(dataset), peek=lambda: iter(dataset), sizes=sizes
-        )
+        return dataclasses.replace(_counted(lambda: iter(dataset)), sizes=sizes)
     if isinstance(dataset, Iterator):
-        return Source(batches=_only_once(dataset), peek=None)
+        return dataclasses.replace(_counted(_only_once(dataset)), peek=None)
     if isinstance(dataset, Iterable):
-        return Source(batches=lambda: iter(dataset), peek=lambda: iter(dataset))
+        return _counted(lambda: iter(dataset))
     if callable(dataset):
-        return Source(batches=lambda: _called(dataset), peek=lambda: _called(dataset))
+        return _counted(lambda: _called(dataset))
     raise TypeError(
         "A dataset must be an iterable of global batches, a generator function, or "
         f"rx.datasets.from_arrays(...).batch(batch_size). Got {dataset!r}."
@@ -102,14 +168,25 @@ def _from_array_dataset(dataset: ArrayDataset) -> Source:
     sizes = {size: full} if full else {}
     if dataset.batches_per_epoch > full:
         sizes[rest] = 1
+
+    def start(state: Any) -> Batches:
+        batches = iter(dataset)
+        if state is not None:
+            batches.set_state(state)
+        return batches
+
     return Source(
-        batches=lambda: iter(dataset),
+        start=start,
         peek=lambda: dataset.epoch(0),
         sizes=sizes,
         num_epochs=dataset.num_epochs,
         batch_size=size,
         private=True,
     )
+
+
+def _counted(make: Callable[[], Iterator[Any]]) -> Source:
+    return Source(start=lambda state: Counted(make, state), peek=make)
 
 
 def _only_once(iterator: Iterator[Any]) -> Callable[[], Iterator[Any]]:

@@ -15,6 +15,7 @@ from replicax.errors import (
     ContextError,
     DeviceError,
     DivergentCollectiveError,
+    OutOfRangeError,
     PerReplicaError,
     ReplicaDivergenceError,
     ReplicaxError,
@@ -25,7 +26,9 @@ from replicax.values import DistributedValues, PerReplica, ReduceOp, ValueContex
 
 from . import datasets
 from .datasets.distributed import DistributedDataset, DistributedIterator
-from .datasets.options import InputOptions
+from .datasets.input_context import InputContext
+from .datasets.options import InputOptions, InputReplicationMode
+from .datasets.sharding import AutoShardPolicy
 from .strategies.assertion import assert_mirrored
 from .strategies.context import (
     experimental_set_strategy,
@@ -51,6 +54,7 @@ from .strategies.strategy import Strategy
 __version__ = _version("replicax")
 
 __all__ = [
+    "AutoShardPolicy",
     "ConsumedArgumentError",
     "ContextError",
     "CrossDeviceOps",
@@ -60,10 +64,13 @@ __all__ = [
     "DistributedValues",
     "DivergentCollectiveError",
     "HierarchicalCopyAllReduce",
+    "InputContext",
     "InputOptions",
+    "InputReplicationMode",
     "MirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "OutOfRangeError",
     "PerReplica",
     "PerReplicaError",
     "ReduceOp",

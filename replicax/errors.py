@@ -6,6 +6,7 @@
     ├── ConsumedArgumentError (RuntimeError)   an array that a run has consumed
     ├── ContextError (RuntimeError)            called in the wrong place
     ├── DeviceError (ValueError)               a device that cannot be used as asked
+    ├── OutOfRangeError (IndexError)           there is no next element
     ├── PerReplicaError (ValueError)           many values where one was wanted
     ├── ReplicaDivergenceError (ValueError)    replicas would silently drift apart
     ├── DivergentCollectiveError (RuntimeError)  a collective some would skip
@@ -46,6 +47,10 @@ class ContextError(ReplicaxError, RuntimeError):
 
 class DeviceError(ReplicaxError, ValueError):
     """A device is unknown, repeated, remote, or asked for too late."""
+
+
+class OutOfRangeError(ReplicaxError, IndexError):
+    """``get_next`` was called at the end of an iteration."""
 
 
 class PerReplicaError(ReplicaxError, ValueError):

@@ -13,7 +13,12 @@ from jax.sharding import Mesh
 
 from replicax.values import ReduceOp, ValueContext
 
-from ..datasets.distributed import DistributedDataset
+from ..datasets.distributed import (
+    DistributedDataset,
+    distribute_dataset,
+    distribute_from_function,
+)
+from ..datasets.input_context import InputContext
 from ..datasets.options import InputOptions
 from . import reduction
 from .context import (
@@ -397,7 +402,51 @@ class Strategy:
         require_cross_replica(
             self, "experimental_distribute_dataset", "it before the step"
         )
-        return DistributedDataset(dataset, self.mesh, options)
+        return distribute_dataset(dataset, self.mesh, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Deals the batches of a dataset that a function makes to the replicas.
+
+        Nothing is split: each batch is one replica's. Replica 0 gets the first one,
+        replica 1 the second one, and so on, round after round.
+
+        Args:
+          dataset_fn: Called once in each process with its :class:`InputContext`; or
+            once for each replica, with ``InputReplicationMode.PER_REPLICA``. Returns
+            what :meth:`experimental_distribute_dataset` takes, of batches of
+            ``context.get_per_replica_batch_size(global_batch_size)`` rows.
+          options: See :class:`InputOptions`. ``remainder`` says what happens when the
+            last round is incomplete, or a batch has fewer rows than its round's others.
+
+        Returns:
+          An iterable of the same structures with :class:`PerReplica` leaves, already
+          on their devices.
+
+        Raises:
+          TypeError: ``dataset_fn`` is not a function, or returns no dataset.
+          UnevenBatchError: A round is uneven, and ``options.remainder`` is ``"error"``.
+          ContextError: Called inside a step or in another strategy's scope.
+
+        Example:
+          >>> import numpy as np
+          >>> import replicax as rx
+          >>> strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def dataset_fn(context):
+          ...     rows = context.get_per_replica_batch_size(4)
+          ...     return rx.datasets.from_arrays({"x": np.arange(8)}).batch(rows)
+          >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
+          ...     print([v.tolist() for v in batch["x"].values])
+          [[0, 1], [2, 3]]
+          [[4, 5], [6, 7]]
+        """
+        require_cross_replica(
+            self, "distribute_datasets_from_function", "it before the step"
+        )
+        return distribute_from_function(dataset_fn, self.mesh, options)
 
 
 def _checked_kwargs(kwargs: Any) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Tells users whose batches keep changing their shape, since each is a compile."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_MANY = 8
+
+
+class ShapeWatch:
+    """Counts the shapes of a dataset's batches, and warns once when they are many."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+        self._warned = False
+
+    def note(self, treedef: Any, leaves: Sequence[np.ndarray]) -> None:
+        """Notes a batch.
+
+        Args:
+          treedef: Its structure.
+          leaves: Its leaves, of shape ``[num_replicas, rows, ...]``.
+        """
+        if self._warned:
+            return
+        shapes = tuple(leaf.shape[1:] for leaf in leaves)
+        self._seen.add((treedef, shapes))
+        if len(self._seen) >= _MANY:
+            self._warned = True
+            warnings.warn(self._message(treedef), stacklevel=2)
+
+    def _message(self, treedef: Any) -> str:
+        paths = [
+            "batch" + jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(
+                treedef.unflatten(range(treedef.num_leaves))
+            )
+        ]
+        alike = [shapes for structure, shapes in self._seen if structure == treedef]
+        changing = [
+            f"{path}: {', '.join(map(str, sorted(set(found))))}"
+            for path, found in zip(paths, zip(*alike, strict=True), strict=True)
+            if len(set(found)) > 1
+        ]
+        return (
+            f"The batches of a replica came in {_MANY} shapes so far, and a step is "
+            f"compiled for each of them ({'; '.join(changing)}). Pad them to a few "
+            'sizes; for a number of rows that changes, InputOptions(remainder="pad") '
+            "does."
+        )
