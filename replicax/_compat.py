@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.ref
+import numpy as np
 from jax._src import core as _core
 from jax._src.state.types import RefEffect as _RefEffect
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
@@ -27,6 +28,15 @@ from jax.interpreters import ad, batching, mlir
 # Whether the caller runs outside of every JAX transformation. An alias, since it stands
 # on the path of every call of a step.
 no_trace_is_active = _core.trace_ctx.is_top_level
+
+
+def is_searched_for_nans() -> bool:
+    """Whether JAX calls a compiled function by its parts, to find a NaN.
+
+    It does so when ``jax_debug_nans`` is set and a NaN came out. Without effect on
+    ``shard_map``, whose parts it would call by their parts without end.
+    """
+    return no_trace_is_active() and not jax.config.jax_disable_jit
 
 
 num_signatures: Callable[[Any], int] = operator.methodcaller("_cache_size")
@@ -58,6 +68,19 @@ def own_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
         jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def mesh_of_one(device: jax.Device) -> Iterator[None]:
+    """Lets operations on arrays of one device pass, whatever mesh the caller has set.
+
+    JAX refuses arrays that do not lie on all devices of that mesh.
+    """
+    if jax.sharding.get_abstract_mesh().empty or not no_trace_is_active():
+        yield
+        return
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("replica",))):
         yield
 
 
@@ -166,6 +189,15 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
     is its own ``.jaxpr``, in later versions.
     """
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def evaluate(jaxpr: Any, args: Iterable[Any]) -> list[Any]:
+    """The outputs of a jaxpr with its constants.
+
+    Stands on ``jax.core.eval_jaxpr``, because ``jax.extend.core.jaxpr_as_fun`` makes
+    its thread deaf to ``jax_debug_nans`` from there on.
+    """
+    return jax.core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr.consts, *args)
 
 
 def sub_jaxprs(params: Mapping[str, Any]) -> list[Jaxpr]:

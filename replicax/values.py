@@ -15,6 +15,7 @@ import jax
 import jax.core
 import numpy as np
 
+from replicax._compat import mesh_of_one
 from replicax.errors import PerReplicaError
 
 
@@ -382,8 +383,13 @@ def _rows(array: Any) -> tuple[Any, ...]:
         if all(s.data.shape[0] == 1 for s in shards) and len(
             {s.index[0].start for s in shards}
         ) == len(shards):
-            return tuple(s.data.reshape(array.shape[1:]) for s in shards)
+            return tuple(_row(s.data) for s in shards)
     return tuple(array[i] for i in range(array.shape[0]))
+
+
+def _row(shard: jax.Array) -> jax.Array:
+    with mesh_of_one(shard.device):
+        return shard.reshape(shard.shape[1:])
 
 
 class ValueContext:

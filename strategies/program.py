@@ -89,6 +89,12 @@ class Program:
         def program(*args: Any, **kwargs: Any) -> Any:
             if not _expected.active:
                 raise NotRepeated
+            if _compat.is_searched_for_nans():
+                raise FloatingPointError(
+                    f"{step.name} returned a NaN or an infinity, which jax_debug_nans "
+                    "or jax_debug_infs is set to refuse. To find the operation, call "
+                    "the step's parts outside of `run`, or print with jax.debug.print."
+                )
             return step(*jax.tree.leaves((args, kwargs)))
 
         program.__name__ = program.__qualname__ = f"run_{step.name}"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.core
-import jax.extend.core
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -170,10 +169,9 @@ class TracedStep:
     ) -> tuple[list[Any], list[Any]]:
         """Evaluates the recorded step on all replicas, laid out as was proved."""
         num_outputs = len(varies) - len(record.writes)
-        evaluate = jax.extend.core.jaxpr_as_fun(record.jaxpr)
 
         def body(*locals_: Any) -> Any:
-            results = evaluate(*locals_)[record.num_kept :]
+            results = _compat.evaluate(record.jaxpr, locals_)[record.num_kept :]
             outputs = [
                 jax.numpy.expand_dims(x, 0) if v else x
                 for x, v in zip(results[:num_outputs], varies, strict=False)

@@ -945,6 +945,10 @@ def test_run_under_another_mesh_of_the_user():
     )
     with jax.set_mesh(mesh):
         assert float(TWO.run(sum_step, (ids(TWO),))) == 5.0
+        for _ in range(3):
+            doubled = TWO.run(lambda x: x * 2, (ids(TWO, (3,)),))
+            assert [v.tolist() for v in doubled.values] == [[2.0] * 3, [4.0] * 3]
+        assert TWO.reduce("sum", doubled).tolist() == [6.0] * 3
 
 
 def test_nested_jit_remat_and_custom_vjp_in_a_step():
@@ -1128,6 +1132,39 @@ def test_large_outputs_are_not_held():
         large.size = 1_000_000
         fence.after_launch([large])
     assert waited == [8, 16]
+
+
+# -- JAX's search for NaN -----------------------------------------------------------
+
+
+@pytest.fixture
+def debug_nans():
+    jax.config.update("jax_debug_nans", True)
+    yield
+    jax.config.update("jax_debug_nans", False)
+
+
+@pytest.mark.parametrize("calls_before", [0, 3])
+def test_a_nan_is_refused_where_jax_is_told_to(debug_nans, calls_before):
+    def step(x):
+        return jnp.log(x), context().all_reduce("sum", x)
+
+    for _ in range(calls_before):
+        TWO.run(step, (jnp.ones(3),))
+    for x in (-jnp.ones(3), -ids(TWO, (3,)).array):
+        with pytest.raises(FloatingPointError, match="step returned a NaN"):
+            TWO.run(step, (x,))
+    assert TWO.run(step, (jnp.ones(3),))[1].tolist() == [2.0] * 3
+
+
+def test_steps_run_without_jit_too():
+    def step(x):
+        return x * 2, context().all_reduce("sum", x)
+
+    with jax.disable_jit():
+        out = TWO.run(step, (ids(TWO, (3,)),))
+    assert [v.tolist() for v in out[0].values] == [[2.0] * 3, [4.0] * 3]
+    assert out[1].tolist() == [3.0] * 3
 
 
 # -- the other strategies ------------------------------------------------------------
