@@ -30,6 +30,8 @@ napoleon_use_ivar = True
 # inventories, and a build must not need the network.
 nitpicky = True
 nitpick_ignore_regex = [
+    (r"py:func", r"(iter|len|next)"),
+    (r"py:class", r"replicax\.datasets\.feeds\.Feed"),  # made by strategies only
     (r"py:.*", r"(jax|jaxlib|np|numpy|flax|nnx|optax)\..*"),
     (r"py:.*", r"(collections|contextlib|enum|types|typing)\..*"),
 ]

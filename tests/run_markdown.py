@@ -1,10 +1,12 @@
 """Executes the Python of a Markdown file, top to bottom, in one namespace.
 
 ``python`` blocks and MyST code cells are run; ``pycon`` blocks are doctests, whose
-printed results are compared. The error of a failing block names the file's own line.
+printed results and errors are compared. The error of a failing block names the file's
+own line.
 """
 
 import doctest
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -12,9 +14,7 @@ from pathlib import Path
 
 FENCE = re.compile(r"^(?P<fence>`{3,})(?P<info>.*)$")
 RUN = re.compile(r"^(python|\{code-cell\}.*)$")
-FLAGS = (
-    doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def blocks(text: str) -> Iterator[tuple[str, int, str]]:
@@ -36,6 +36,8 @@ def blocks(text: str) -> Iterator[tuple[str, int, str]]:
 
 def run(path: Path) -> int:
     """Runs the file's blocks and returns how many there were."""
+    # JAX would add a note about its own frames to errors, which pages need not show.
+    os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
     namespace = {"__name__": "__main__", "__file__": str(path)}
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     count = 0
