@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .buffers import concatenated
+from .buffers import concatenated, is_numeric, with_rows
 
 
 def as_host_batch(batch: Any) -> Any:
@@ -41,6 +41,22 @@ def batch_rows(batch: Any) -> int:
     raise ValueError(_what_is_wrong(batch))
 
 
+def own_rows(batch: Any) -> Any:
+    """Copies a batch into memory that nobody else writes to.
+
+    Args:
+      batch: A batch with numpy leaves.
+
+    Returns:
+      The copy.
+
+    Raises:
+      ValueError: As :func:`batch_rows` does.
+    """
+    rows = batch_rows(batch)
+    return jax.tree.map(lambda leaf: with_rows(leaf, rows), batch)
+
+
 def join_batches(parts: Sequence[Any]) -> Any:
     """Puts batches one after the other.
 
@@ -51,7 +67,8 @@ def join_batches(parts: Sequence[Any]) -> Any:
       One batch of all rows, in memory of its own.
 
     Raises:
-      ValueError: Structures, dtypes or the shapes of rows differ.
+      ValueError: Structures, dtypes or the shapes of rows differ. Strings may differ
+        in length.
     """
     structures = {jax.tree.structure(part) for part in parts}
     if len(structures) > 1:
@@ -61,7 +78,7 @@ def join_batches(parts: Sequence[Any]) -> Any:
     leaves = []
     for same in zip(*flat, strict=True):
         arrays = [leaf for _, leaf in same]
-        kinds = {(a.dtype, a.shape[1:]) for a in arrays}
+        kinds = {(_kind(a.dtype), a.shape[1:]) for a in arrays}
         if len(kinds) > 1:
             name = "batch" + jax.tree_util.keystr(same[0][0])
             found = " and ".join(sorted(f"{d}{list(s)}" for d, s in kinds))
@@ -71,6 +88,11 @@ def join_batches(parts: Sequence[Any]) -> Any:
             )
         leaves.append(concatenated(arrays))
     return structures.pop().unflatten(leaves)
+
+
+def _kind(dtype: np.dtype) -> Any:
+    # The dtype of strings is as long as the longest of them.
+    return dtype if is_numeric(dtype) else dtype.kind
 
 
 def no_rows_of(batch: Any) -> Any:

@@ -13,13 +13,16 @@ from replicax.errors import OutOfRangeError
 from replicax.values import PerReplica
 
 from .buffers import is_numeric
-from .feeds import DealtFeed, Feed, SplitFeed, sources_of_function
-from .input_context import InputContext
+from .dealt_feed import DealtFeed
+from .feeds import Feed
+from .input_context import InputContext, contexts_of_replicas
 from .optional import Optional
 from .options import InputOptions, InputReplicationMode
 from .prefetch import Prefetched
 from .shapes import ShapeWatch
-from .sources import INFINITE_CARDINALITY, Batches, as_source, close
+from .sharding import check_workers
+from .sources import INFINITE_CARDINALITY, Batches, Source, as_source, close
+from .split_feed import SplitFeed
 
 
 def distribute_dataset(
@@ -41,14 +44,10 @@ def distribute_dataset(
 
     Raises:
       TypeError: ``dataset`` or ``options`` is of the wrong type.
-      ValueError: ``dataset`` is not batched, or the options do not fit it.
+      ValueError: ``dataset`` is not batched, the options do not fit it, or the workers
+        have unequally many replicas.
       UnevenBatchError: It is known beforehand that a batch does not divide.
     """
-    if isinstance(dataset, DistributedDataset | DistributedIterator):
-        raise TypeError(
-            "This dataset is distributed already. Pass the dataset of global batches "
-            "that it was made from."
-        )
     options = _checked(options)
     if options.replication_mode is InputReplicationMode.PER_REPLICA:
         raise ValueError(
@@ -56,8 +55,8 @@ def distribute_dataset(
             "one to distribute_datasets_from_function. A dataset of global batches is "
             "split instead."
         )
-    context = context or InputContext(num_replicas_in_sync=mesh.size)
-    feed = SplitFeed(as_source(dataset), mesh.size, context, options)
+    context = _of_this_process(context, mesh)
+    feed = SplitFeed(_as_source(dataset), mesh.size, context, options)
     return DistributedDataset(feed, mesh, options)
 
 
@@ -80,7 +79,8 @@ def distribute_from_function(
 
     Raises:
       TypeError: ``dataset_fn`` is not a function, or returns no dataset.
-      UnevenBatchError: It is known beforehand that the last round is incomplete.
+      ValueError: The workers have unequally many replicas.
+      UnevenBatchError: It is known beforehand that a round is uneven.
     """
     if not callable(dataset_fn):
         raise TypeError(
@@ -89,9 +89,39 @@ def distribute_from_function(
             "itself use experimental_distribute_dataset."
         )
     options = _checked(options)
-    context = context or InputContext(num_replicas_in_sync=mesh.size)
-    sources = sources_of_function(dataset_fn, mesh.size, context, options, as_source)
+    context = _of_this_process(context, mesh)
+    contexts = [context]
+    if options.replication_mode is InputReplicationMode.PER_REPLICA:
+        contexts = contexts_of_replicas(context)
+    sources = [_made_by(dataset_fn, context) for context in contexts]
     return DistributedDataset(DealtFeed(sources, mesh.size, options), mesh, options)
+
+
+def _made_by(
+    dataset_fn: Callable[[InputContext], Any], context: InputContext
+) -> Source:
+    dataset = dataset_fn(context)
+    if dataset is None:
+        raise TypeError(
+            f"{dataset_fn!r} must return a dataset of batches for one replica. Got "
+            "None: does it lack a return statement?"
+        )
+    return _as_source(dataset)
+
+
+def _as_source(dataset: Any) -> Source:
+    if isinstance(dataset, DistributedDataset | DistributedIterator):
+        raise TypeError(
+            "This dataset is distributed already. Pass the dataset of batches that it "
+            "was made from."
+        )
+    return as_source(dataset)
+
+
+def _of_this_process(context: InputContext | None, mesh: Mesh) -> InputContext:
+    context = context or InputContext(num_replicas_in_sync=mesh.size)
+    check_workers(context.num_replicas_in_sync, context.num_input_pipelines, mesh.size)
+    return context
 
 
 def _checked(options: Any) -> InputOptions:
@@ -217,7 +247,7 @@ class DistributedDataset:
 
     def _spec_of(self, leaf: np.ndarray) -> PerReplica:
         dtype = leaf.dtype
-        if is_numeric(dtype):
+        if self._goes_to_device(dtype):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         shape = (leaf.shape[0] // self._num_replicas, *leaf.shape[1:])
         spec = jax.ShapeDtypeStruct(shape, dtype)
@@ -225,14 +255,16 @@ class DistributedDataset:
 
     # -- a batch on its way ----------------------------------------------------------
 
+    def _goes_to_device(self, dtype: np.dtype) -> bool:
+        return self._options.fetch_to_device and is_numeric(dtype)
+
     def _place(self, batch: Any) -> Any:
         """Splits an even host batch and lays it on the devices, in one transfer."""
         leaves, treedef = jax.tree.flatten(batch)
         n = self._num_replicas
         split = [x.reshape(n, x.shape[0] // n, *x.shape[1:]) for x in leaves]
         self._shapes.note(treedef, split)
-        fetch = self._options.fetch_to_device
-        on_device = [fetch and is_numeric(x.dtype) for x in split]
+        on_device = [self._goes_to_device(x.dtype) for x in split]
         arrays = iter(
             jax.device_put(
                 [x for x, put in zip(split, on_device, strict=True) if put],
@@ -260,12 +292,12 @@ class DistributedIterator(Iterator[Any]):
 
     def __init__(self, dataset: DistributedDataset):
         self._dataset = dataset
-        self._start(None)
+        self._go(dataset._feed.start())
 
-    def _start(self, state: Any) -> None:
-        rounds = self._dataset._feed.start(state)
+    def _go(self, rounds: Batches) -> None:
         self._state = rounds.get_state()
         self._ready: Any = _placed(rounds, self._dataset._place)
+        next(self._ready)
         if prefetch := self._dataset._options.prefetch:
             self._ready = Prefetched(self._ready, prefetch)
 
@@ -300,11 +332,26 @@ class DistributedIterator(Iterator[Any]):
     def get_state(self) -> Any:
         """Where the element stands that is asked for next.
 
-        What was prepared ahead does not count. The position is that of the global
-        batches, so it holds for any number of replicas.
+        What was prepared ahead does not count. The position is one in the dataset that
+        was distributed, so it holds for any number of replicas, and of workers that
+        read the same batches. Only datasets that were made for single replicas
+        (``InputReplicationMode.PER_REPLICA``) need as many replicas again.
 
         Returns:
           Plain data, which ``json.dumps`` accepts.
+
+        Example:
+          >>> import replicax as rx, numpy as np
+          >>> data = rx.datasets.from_arrays(np.arange(6)).shuffle(0).batch(2)
+          >>> with rx.OneDeviceStrategy("cpu:0").scope() as strategy:
+          ...     dataset = strategy.experimental_distribute_dataset(data)
+          >>> iterator = iter(dataset)
+          >>> _ = next(iterator)
+          >>> state = iterator.get_state()
+          >>> expected = next(iterator).array.tolist()
+          >>> iterator.set_state(state)
+          >>> next(iterator).array.tolist() == expected
+          True
         """
         return self._state
 
@@ -312,17 +359,21 @@ class DistributedIterator(Iterator[Any]):
         """Goes to where :meth:`get_state` was called, also in another process.
 
         Datasets that know their position (``from_arrays``, ``from_files``, grain) go
-        there directly; of others, the elements before it are made and passed over.
+        there directly; of others, the elements before it are made and passed over. If
+        the state is refused, the iterator stays where it is.
 
         Args:
           state: What ``get_state`` returned, for a dataset that is made alike.
 
         Raises:
-          ValueError: It is the state of another dataset.
+          ValueError: It is no state, or seen to be that of another dataset.
           RuntimeError: The dataset can be iterated only once.
         """
+        if state is None:
+            raise ValueError("set_state() takes what get_state() returned. Got None.")
+        rounds = self._dataset._feed.start(state)
         self.close()
-        self._start(state)
+        self._go(rounds)
 
     def close(self) -> None:
         """Ends the iteration and frees what was prepared. May be called twice."""
@@ -338,6 +389,7 @@ class DistributedIterator(Iterator[Any]):
 def _placed(rounds: Batches, place: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
     """Yields the elements of an iteration, each with the state after it."""
     try:
+        yield None, None  # begun, so that it is closed even if nothing is asked for
         for batch in rounds:
             yield rounds.get_state(), place(batch)
     finally:

@@ -58,7 +58,7 @@ class InputContext:
             raise ValueError(
                 f"The global batch size {global_batch_size} cannot be divided evenly "
                 f"over {self.num_replicas_in_sync} replicas (remainder {rest}). The "
-                f"next sizes that can are {global_batch_size - rest} and "
+                "next larger size that can is "
                 f"{global_batch_size - rest + self.num_replicas_in_sync}."
             )
         return each
@@ -68,3 +68,18 @@ class InputContext:
             f"InputContext(input pipeline id {self.input_pipeline_id}, "
             f"total: {self.num_input_pipelines})"
         )
+
+
+def contexts_of_replicas(worker: InputContext) -> list[InputContext]:
+    """The contexts of pipelines that are made for one replica each.
+
+    Args:
+      worker: The context of the worker that the replicas belong to.
+
+    Returns:
+      One context for each of the worker's replicas.
+    """
+    total = worker.num_replicas_in_sync
+    here = total // worker.num_input_pipelines
+    first = worker.input_pipeline_id * here
+    return [InputContext(total, first + r, total) for r in range(here)]

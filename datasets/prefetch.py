@@ -82,12 +82,13 @@ class Prefetched(Iterator[Any]):
                 "This iterator was made before the process was forked, and the thread "
                 "that prepares its batches is not here. Make the iterator afterwards."
             )
-        kind, value = self._channel.results.get()
+        channel = self._channel  # `close` puts another one in its place
+        kind, value = channel.results.get()
         if kind is _VALUE:
-            self._channel.permits.put(None)
+            channel.permits.put(None)
             return value
         self._ended = True
-        self._channel.results.put((_END, None))  # for other threads that wait here
+        channel.results.put((_END, None))  # for other threads that wait here
         if kind is _ERROR:
             # A local name for the error would tie it and this frame in a cycle.
             raise value.pop()
@@ -119,6 +120,7 @@ def _produce_all(iterator: Iterator[Any], channel: _Channel) -> None:
         while True:
             channel.permits.get()
             if channel.closed:
+                channel.results.put((_END, None))
                 return
             try:
                 value = next(iterator)

@@ -110,11 +110,24 @@ def unequal_error(rows: Sequence[int], which: str) -> UnevenBatchError:
     """The error for a round in which replicas get unequally many rows."""
     listed = ", ".join(f"replica {r}: {n}" for r, n in enumerate(rows))
     return UnevenBatchError(
-        f"{which} has unequally many rows for the replicas ({listed}), but they run "
-        "one program. Let the function's dataset drop its last, smaller batch; or "
-        'choose InputOptions(remainder="drop") to leave such a round out; or '
-        'InputOptions(remainder="pad") to fill batches up and receive a mask.'
+        f"{which} has unequally many rows for the replicas ({listed}){_UNEQUAL}"
     )
+
+
+def surely_unequal_error(sizes: Sequence[int], num_replicas: int) -> UnevenBatchError:
+    """The error for batches that make some round unequal, in whatever order."""
+    listed = " and ".join(map(str, sizes))
+    return UnevenBatchError(
+        f"The dataset has batches of {listed} rows, which cannot be dealt out so that "
+        f"{num_replicas} replicas have equally many in every round{_UNEQUAL}"
+    )
+
+
+_UNEQUAL = (
+    ", but the replicas run one program. Let the function's dataset drop its last, "
+    'smaller batch; or choose InputOptions(remainder="drop") to leave such a round '
+    'out; or InputOptions(remainder="pad") to fill batches up and receive a mask.'
+)
 
 
 def check_sizes(

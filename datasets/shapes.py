@@ -16,7 +16,7 @@ class ShapeWatch:
     """Counts the shapes of a dataset's batches, and warns once when they are many."""
 
     def __init__(self) -> None:
-        self._seen: set[Any] = set()
+        self._seen: dict[Any, set[Any]] = {}
         self._warned = False
 
     def note(self, treedef: Any, leaves: Sequence[np.ndarray]) -> None:
@@ -28,28 +28,24 @@ class ShapeWatch:
         """
         if self._warned:
             return
-        shapes = tuple(leaf.shape[1:] for leaf in leaves)
-        self._seen.add((treedef, shapes))
-        if len(self._seen) >= _MANY:
+        seen = self._seen.setdefault(treedef, set())
+        seen.add(tuple(leaf.shape[1:] for leaf in leaves))
+        if len(seen) >= _MANY:
             self._warned = True
-            warnings.warn(self._message(treedef), stacklevel=2)
+            warnings.warn(_message(treedef, seen), stacklevel=2)
 
-    def _message(self, treedef: Any) -> str:
-        paths = [
-            "batch" + jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(
-                treedef.unflatten(range(treedef.num_leaves))
-            )
-        ]
-        alike = [shapes for structure, shapes in self._seen if structure == treedef]
-        changing = [
-            f"{path}: {', '.join(map(str, sorted(set(found))))}"
-            for path, found in zip(paths, zip(*alike, strict=True), strict=True)
-            if len(set(found)) > 1
-        ]
-        return (
-            f"The batches of a replica came in {_MANY} shapes so far, and a step is "
-            f"compiled for each of them ({'; '.join(changing)}). Pad them to a few "
-            'sizes; for a number of rows that changes, InputOptions(remainder="pad") '
-            "does."
-        )
+
+def _message(treedef: Any, seen: set[Any]) -> str:
+    numbered = treedef.unflatten(range(treedef.num_leaves))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    changing = [
+        f"batch{jax.tree_util.keystr(path)}: {', '.join(map(str, sorted(set(shapes))))}"
+        for path, shapes in zip(paths, zip(*seen, strict=True), strict=True)
+        if len(set(shapes)) > 1
+    ]
+    return (
+        f"The batches of a replica came in {_MANY} shapes so far, and a step is "
+        f"compiled for each of them ({'; '.join(changing)}). Pad them to a few "
+        'sizes; for a number of rows that changes, InputOptions(remainder="pad") '
+        "does."
+    )

@@ -1,5 +1,6 @@
 """Distributed datasets: every row once, on its device, and nothing left behind."""
 
+import dataclasses
 import gc
 import os
 import subprocess
@@ -17,10 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.datasets import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
+    InputContext,
     InputOptions,
     from_arrays,
 )
-from replicax.datasets.distributed import distribute_dataset
+from replicax.datasets.distributed import distribute_dataset, distribute_from_function
+from replicax.datasets.sources import as_source
+from replicax.datasets.split_feed import SplitFeed
 
 from replicax.errors import UnevenBatchError
 from replicax.values import PerReplica
@@ -328,6 +333,120 @@ def each(batch, *keys):
     return zip(*[batch[key].values for key in keys], strict=True)
 
 
+# -- several workers, one after the other in this process ----------------------------
+
+
+def workers(make, count, n=1, **options):
+    """The datasets of ``count`` workers of ``n`` replicas each."""
+    return [
+        distribute_dataset(
+            make(),
+            mesh_of(n),
+            InputOptions(**options),
+            InputContext(count, worker, count * n),
+        )
+        for worker in range(count)
+    ]
+
+
+def test_workers_see_the_same_or_overlapping_rows_after_a_shuffle():
+    datasets = workers(lambda: from_arrays(np.arange(8)).shuffle(0).batch(4), 2)
+    for _ in range(2):  # in every epoch
+        one, other = [
+            [row for batch in dataset for row in gathered(batch)]
+            for dataset in datasets
+        ]
+        assert len(one) == len(other) == 4
+        assert sorted(one + other) == list(range(8))
+
+
+def test_sharding_warns_with_one_worker(recwarn):
+    source = from_arrays(np.arange(8)).batch(4)
+    for policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA, AutoShardPolicy.FILE):
+        for _ in range(2):
+            dataset = distribute(source, auto_shard_policy=policy)
+            assert len(list(dataset)) == 2
+    assert list(recwarn) == []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_user_code_is_run_again_with_a_smaller_batch(count):
+    """It is run as it is, and what it makes is split afterwards."""
+
+    def batches():
+        batch = np.arange(12)
+        for step in range(2):
+            yield batch * (batch[11] + step)
+
+    for dataset in workers(lambda: batches, count, 4 // count):
+        assert [batch.shape for batch in dataset] == [(3,), (3,)]
+    parts = [list(d) for d in workers(lambda: batches, count, 4 // count)]
+    whole = np.concatenate([gathered(own[1]) for own in parts])
+    assert whole.tolist() == (np.arange(12) * 12).tolist()
+
+
+def test_a_batch_that_workers_cannot_share_is_truncated():
+    def source():
+        return from_arrays(np.arange(20)).batch(10)
+
+    for policy in (AutoShardPolicy.DATA, AutoShardPolicy.OFF):
+        with pytest.raises(UnevenBatchError, match=r"10 rows.*remainder 2"):
+            workers(source, 4, auto_shard_policy=policy)
+
+
+def test_the_last_batch_loses_rows_with_several_workers():
+    def source():
+        return from_arrays({"x": np.arange(34)}).batch(16)
+
+    seen = []
+    for dataset in workers(source, 2, 2, remainder="pad"):
+        batches = list(dataset)
+        assert len(batches) == len(dataset) == 3
+        for batch in batches:
+            for x, mask in each(batch, "x", "mask"):
+                seen += np.asarray(x)[np.asarray(mask) == 1].tolist()
+    assert sorted(seen) == list(range(34))
+
+
+def feed_of_one_file(worker, policy):
+    rows = [{"x": np.arange(4)}, {"x": np.arange(4, 8)}]
+    source = dataclasses.replace(as_source(rows), num_files=1, batch_size=4)
+    options = InputOptions(auto_shard_policy=policy)
+    return SplitFeed(source, 1, InputContext(2, worker, 2), options)
+
+
+def test_one_file_for_two_workers_leaves_one_without_rows():
+    rows = []
+    for worker in range(2):
+        with pytest.warns(UserWarning, match="1 files for 2 workers"):
+            feed = feed_of_one_file(worker, AutoShardPolicy.AUTO)
+        rows.append([batch["x"].tolist() for batch in feed.start()])
+    assert rows == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    for worker in range(2):  # on all workers alike
+        with pytest.raises(ValueError, match=r"each of the 2 workers.*Got 1 file"):
+            feed_of_one_file(worker, AutoShardPolicy.FILE)
+
+
+def test_workers_of_unequally_many_replicas_are_refused():
+    with pytest.raises(ValueError, match="same number of replicas"):
+        distribute_dataset([np.arange(6)], mesh_of(2), context=InputContext(2, 0, 3))
+    with pytest.raises(ValueError, match="same number of replicas"):
+        distribute_from_function(
+            lambda context: [np.arange(2)], mesh_of(2), context=InputContext(2, 0, 3)
+        )
+
+
+def test_the_first_batch_of_an_iterator_is_taken_to_see_its_rows():
+    """Without a batch size, equal shares of the first batch are what workers get."""
+    options = {"auto_shard_policy": AutoShardPolicy.OFF}
+    datasets = workers(lambda: [np.arange(6), np.arange(6, 12)], 2, **options)
+    for dataset in datasets:
+        rows = [gathered(batch).tolist() for batch in dataset]
+        assert rows == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    with pytest.raises(ValueError, match="would take it"):
+        workers(lambda: iter([np.arange(6)]), 2, **options)
+
+
 # -- what is known beforehand --------------------------------------------------------
 
 
@@ -449,7 +568,9 @@ def test_a_program_that_ends_half_way_crashes_at_exit():
 import jax, numpy as np
 from jax.sharding import Mesh
 from replicax.datasets import from_arrays
-from replicax.datasets.distributed import distribute_dataset
+from replicax.datasets.distributed import distribute_dataset, distribute_from_function
+from replicax.datasets.sources import as_source
+from replicax.datasets.split_feed import SplitFeed
 jax.config.update("jax_num_cpu_devices", 2)
 endless = from_arrays(np.zeros([1024, 99])).shuffle(0).batch(64).repeat()
 mesh = Mesh(np.array(jax.devices()), ("replica",))

@@ -1,7 +1,12 @@
 """Batches that do not divide over the replicas: refused, dropped, or filled up."""
 
+import collections
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from replicax.datasets.options import InputOptions
 from replicax.datasets.remainder import (
     check_sizes,
@@ -101,3 +106,94 @@ def test_options_are_validated(options, error, match):
 def test_the_error_is_a_value_error_of_the_tree():
     assert issubclass(UnevenBatchError, ValueError)
     assert rx.datasets.InputOptions is InputOptions
+
+
+# -- evaluation with filler ----------------------------------------------------------
+
+STRATEGIES = {
+    n: rx.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in range(1, 9)
+}
+traces = collections.Counter()
+
+
+def evaluate(batch):
+    """Predictions, and the sum of their losses and their number over all replicas."""
+    context = rx.get_replica_context()
+    traces[context.num_replicas_in_sync, batch["x"].shape] += 1
+    predictions = 3 * batch["x"] - 1
+    losses = (predictions - batch["y"]) ** 2 * batch["mask"]
+    sums = context.all_reduce("sum", jnp.stack([losses.sum(), batch["mask"].sum()]))
+    return predictions, sums
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(
+    num_rows=st.integers(0, 40),
+    batch_size=st.integers(1, 9),
+    n=st.integers(1, 8),
+    kind=st.sampled_from(["arrays", "generator", "dealt"]),
+)
+def test_evaluation_equals_that_of_one_device_exactly(num_rows, batch_size, n, kind):
+    """Small whole numbers, so that sums are exact in whatever order."""
+    strategy, options = STRATEGIES[n], InputOptions(remainder="pad")
+    x = np.arange(num_rows, dtype=np.float32)
+    y = np.float32(7) + x % 5
+    rows = rx.datasets.from_arrays({"x": x, "y": y}).batch(batch_size)
+    if kind == "dealt":
+        dataset = strategy.distribute_datasets_from_function(lambda _: rows, options)
+    else:
+        source = rows if kind == "arrays" else lambda: rows.epoch(0)
+        dataset = strategy.experimental_distribute_dataset(source, options)
+
+    predictions, sums = [], np.zeros(2)
+    for batch in dataset:
+        predicted, sums_of_batch = strategy.run(evaluate, (batch,))
+        sums += np.asarray(sums_of_batch)
+        mask = np.asarray(strategy.gather(batch["mask"]))
+        predictions += np.asarray(strategy.gather(predicted))[mask == 1].tolist()
+    assert predictions == (3 * x - 1).tolist()
+    assert sums.tolist() == [np.sum((3 * x - 1 - y) ** 2), num_rows]
+    # A shape is compiled once, however many batches and datasets have it.
+    assert set(traces.values()) <= {1}
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("num_rows", [5, 19, 24])
+def test_padding_is_one_trace_from_the_first_batch_on(n, num_rows):
+    strategy = STRATEGIES[n]
+    traced = []
+
+    def step(batch):
+        traced.append(1)
+        return batch["x"] * batch["mask"]
+
+    rows = rx.datasets.from_arrays({"x": np.ones(num_rows, np.float32)}).batch(8)
+    dataset = strategy.experimental_distribute_dataset(
+        rows, InputOptions(remainder="pad")
+    )
+    for _ in range(2):
+        outputs = [strategy.run(step, (batch,)) for batch in dataset]
+        assert sum(float(strategy.reduce("sum", out, axis=0)) for out in outputs) == (
+            num_rows
+        )
+    assert len(traced) == 1
+
+
+def test_the_weighted_mean_of_padded_batches_is_that_of_the_rows():
+    x = np.array([1, 2, 6, 7, 9], np.float32)
+    strategy = STRATEGIES[4]
+    (batch,) = strategy.experimental_distribute_dataset(
+        [{"x": x}], InputOptions(remainder="pad")
+    )
+    mean = strategy.reduce("mean", batch["x"], axis=0, weights=batch["mask"])
+    assert float(mean) == x.mean()
+
+
+def test_strings_gathered_back_are_in_their_order():
+    names = np.array([f"row {i}" for i in range(5)])
+    strategy = STRATEGIES[3]
+    (batch,) = strategy.experimental_distribute_dataset(
+        [{"name": names}], InputOptions(remainder="pad")
+    )
+    mask = np.asarray(strategy.gather(batch["mask"]))
+    assert strategy.gather(batch["name"])[mask == 1].tolist() == names.tolist()
