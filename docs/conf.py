@@ -31,9 +31,10 @@ napoleon_use_ivar = True
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:func", r"(iter|len|next)"),
-    (r"py:class", r"replicax\.datasets\.feeds\.Feed"),  # made by strategies only
+    # Named in signatures, and not for users to make or to name.
+    (r"py:class", r"replicax\.datasets\.\w+\.(Feed|ArrayIterator|FileIterator)"),
     (r"py:.*", r"(jax|jaxlib|np|numpy|flax|nnx|optax)\..*"),
-    (r"py:.*", r"(collections|contextlib|enum|types|typing)\..*"),
+    (r"py:.*", r"(collections|contextlib|enum|os|types|typing)\..*"),
 ]
 
 
