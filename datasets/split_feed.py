@@ -16,7 +16,6 @@ from .rebatch import rebatched
 from .remainder import check_sizes, pad_batch, padded_size, steps, uneven_error
 from .sharding import (
     AutoShardPolicy,
-    check_workers,
     resolve_policy,
     rows_of_worker,
     shard,
@@ -44,8 +43,7 @@ class SplitFeed:
 
     Raises:
       UnevenBatchError: It is known beforehand that a batch does not divide.
-      ValueError: The source cannot be sharded as ``options.auto_shard_policy`` says; or
-        the workers do not have equally many replicas.
+      ValueError: The source cannot be sharded as ``options.auto_shard_policy`` says.
     """
 
     def __init__(
@@ -55,9 +53,6 @@ class SplitFeed:
         context: InputContext,
         options: InputOptions,
     ):
-        check_workers(
-            context.num_replicas_in_sync, context.num_input_pipelines, num_replicas
-        )
         self._remainder = options.remainder
         # A batch is cut into equal parts; those from first to last are ours.
         self._parts = self._last = num_replicas
