@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,7 @@ def parser(description: str | None, devices: int | None = 2) -> argparse.Argumen
     result.add_argument(
         "--check", action="store_true", help="exit with 1 if a bar is missed"
     )
+    result.add_argument("--job", help=argparse.SUPPRESS)
     return result
 
 
@@ -77,10 +79,12 @@ class Contender:
       name: What the table calls it.
       run: Takes a number of steps, does them, waits for the last one. It may return
         the seconds that they took where it knows better than the caller's clock.
+      turn: The steps of one turn, or None for as many as fill a slice.
     """
 
     name: str
     run: Callable[[int], float | None]
+    turn: int | None = None
 
     def seconds(self, steps: int) -> float:
         """Seconds that ``steps`` steps take, waiting for the last one included."""
@@ -104,7 +108,10 @@ class Timing:
 
 
 def calibrate(contender: Contender, slice_seconds: float) -> int:
-    """Compiles, warms up, and returns how many steps fill a slice."""
+    """Compiles, warms up, and returns how many steps a turn has."""
+    if contender.turn is not None:
+        contender.run(contender.turn)
+        return contender.turn
     contender.run(1)
     contender.run(2)
     steps = 2
@@ -192,6 +199,42 @@ def compare(
     return Check(what, value, bar, not rate, statistics.quantiles(pairs, n=4))
 
 
+# -- jobs in processes of their own ------------------------------------------------
+
+
+def run_job(
+    program: str, job: str, devices: int, *arguments: object, **environment: str
+) -> tuple[dict[str, Any] | None, str]:
+    """Runs a benchmark again as a process that does one job of it.
+
+    Args:
+      program: The benchmark's file.
+      job: What ``--job`` tells it to do, and to end with :func:`do_job`.
+      devices: The devices it uses.
+      arguments: The rest of its command line.
+      environment: Variables that it finds beside those that are set here.
+
+    Returns:
+      Its result, None if it failed, and what it wrote to its standard error.
+    """
+    command = [sys.executable, program, "--job", job, "--devices", devices, *arguments]
+    done = subprocess.run(
+        list(map(str, command)),
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    result = None if done.returncode else json.loads(done.stdout)
+    return result, done.stderr
+
+
+def do_job(result: dict[str, Any]) -> int:
+    """Hands the result of a job to :func:`run_job`; returns the exit code."""
+    print(json.dumps(result))
+    return 0
+
+
 # -- reporting ---------------------------------------------------------------------
 
 
@@ -248,8 +291,10 @@ class Report:
         self.facts[name] = value
         print(f"   {name}: {value}", flush=True)
 
-    def add_timings(self, title: str, timings: dict[str, Timing]) -> None:
-        """Prints and keeps the timings of one comparison."""
+    def add_timings(
+        self, title: str, timings: dict[str, Timing], step: str = "step"
+    ) -> None:
+        """Prints and keeps the timings of one comparison, of ``step`` each."""
         self.timings[title] = {t.name: t.seconds for t in timings.values()}
         fastest = min(t.median for t in timings.values())
         scale, unit = (1e6, "us") if fastest < 1e-3 else (1e3, "ms")
@@ -262,7 +307,7 @@ class Report:
             ]
             for t in timings.values()
         ]
-        table(title, ["", f"{unit} a step", "steps/s", f"range, {unit}"], rows)
+        table(title, ["", f"{unit} per {step}", f"{step}s/s", f"range, {unit}"], rows)
 
     def add_checks(self, checks: Iterable[Check]) -> None:
         """Prints and keeps comparisons with their bars."""
@@ -344,9 +389,11 @@ __all__ = [
     "Report",
     "Timing",
     "compare",
+    "do_job",
     "measure",
     "parse",
     "parser",
     "print_checks",
+    "run_job",
     "table",
 ]

@@ -1,18 +1,16 @@
-"""TensorFlow's side of ``train_mlp.py``, a process of its own.
+"""TensorFlow's side of ``train_mlp.py``, a process of its own (see ``_peer.py``).
 
-TensorFlow and JAX should not share a process: each has thread pools of its own. This
-file is run by the interpreter that has TensorFlow (which needs nothing else). It reads
-lines ``WORKLOAD STEPS`` on its standard input, does that many steps, and answers each
-line with the seconds that they took. While it waits for a line, it does nothing.
+It is run by the interpreter that has TensorFlow, and needs nothing else.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
+
+from _peer import serve, timed_loop
 
 LAYERS = (784, 512, 512, 10)
 LEARNING_RATE = 1e-4
@@ -29,19 +27,6 @@ def start(devices: int):
     tf.config.set_logical_device_configuration(cpu, virtual)
     names = [f"CPU:{index}" for index in range(devices)]
     return tf, tf.distribute.MirroredStrategy(names)
-
-
-def timed_loop(step: Callable[[], object]) -> Callable[[int], float]:
-    """Seconds that a number of steps take; TensorFlow on CPU waits for each."""
-
-    def run(steps: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            result = step()
-        del result
-        return time.perf_counter() - begin
-
-    return run
 
 
 def per_replica(strategy, tensors):
@@ -158,23 +143,16 @@ def keras_fit(tf, strategy, rows: int) -> Callable[[int], float]:
     return run
 
 
-def main() -> None:
-    """Answers lines on standard input until it is closed."""
-    devices, rows = map(int, sys.argv[1:])
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever the libraries print must not pass for an answer
+def prepare(devices: int, rows: int):
+    """TensorFlow's versions and workloads."""
     tf, strategy = start(devices)
     workloads = {
         "sgd": thousand_floats(tf, strategy, devices),
         "mlp": mlp(tf, strategy, rows),
         "fit": keras_fit(tf, strategy, rows),
     }
-    versions = {"tensorflow": tf.__version__, "keras": tf.keras.__version__}
-    print(json.dumps(versions), file=answers)
-    for line in sys.stdin:
-        workload, steps = line.split()
-        print(workloads[workload](int(steps)), file=answers)
+    return {"tensorflow": tf.__version__, "keras": tf.keras.__version__}, workloads
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: prepare(*map(int, sys.argv[1:])))

@@ -20,8 +20,11 @@ PROGRAMS = [
     ["train_mlp.py", "--devices", "8"],
     ["train_convnet.py", "--devices", "2"],
     ["train_convnet.py", "--devices", "2", "--max-pool"],
+    ["input_pipeline.py", "--devices", "2"],
     ["many_launches.py"],
+    ["many_epochs.py"],
 ]
+WITH_PEERS = ("train_mlp.py", "input_pipeline.py")
 
 
 def run_program(command: list[str], options: argparse.Namespace) -> dict | None:
@@ -29,7 +32,7 @@ def run_program(command: list[str], options: argparse.Namespace) -> dict | None:
     command = [sys.executable, str(HERE / command[0]), *command[1:]]
     if not options.full:
         command.append("--quick")
-    if "train_mlp.py" in command[1]:
+    if Path(command[1]).name in WITH_PEERS:
         command += ["--peer-python", options.peer_python]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -79,7 +82,7 @@ def main() -> int:
     parser.add_argument(
         "--peer-python",
         default=sys.executable,
-        help="an interpreter that has TensorFlow (default: this one)",
+        help="an interpreter that has the peers' libraries (default: this one)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON")
     parser.add_argument(
