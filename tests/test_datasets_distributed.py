@@ -445,7 +445,7 @@ def test_the_first_batch_of_an_iterator_is_taken_to_see_its_rows():
         assert rows == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     with pytest.raises(ValueError, match="would take it"):
         workers(lambda: iter([np.arange(6)]), 2, **options)
-    assert [list(dataset) for dataset in workers(lambda: [], 2, **options)] == [[], []]
+    assert [list(dataset) for dataset in workers(list, 2, **options)] == [[], []]
 
 
 # -- what is known beforehand --------------------------------------------------------
