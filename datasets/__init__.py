@@ -9,6 +9,8 @@ from .arrays import ArrayDataset as ArrayDataset
 from .arrays import from_arrays as from_arrays
 from .distributed import DistributedDataset as DistributedDataset
 from .distributed import DistributedIterator as DistributedIterator
+from .files import FileDataset as FileDataset
+from .files import from_files as from_files
 from .input_context import InputContext as InputContext
 from .optional import Optional as Optional
 from .options import InputOptions as InputOptions
@@ -24,9 +26,11 @@ __all__ = [
     "AutoShardPolicy",
     "DistributedDataset",
     "DistributedIterator",
+    "FileDataset",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
     "Optional",
     "from_arrays",
+    "from_files",
 ]

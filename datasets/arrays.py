@@ -8,15 +8,14 @@ better made with a data loading library, and distributed just the same.
 from __future__ import annotations
 
 import dataclasses
-import operator
-import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from .buffers import take_rows
+from .chain import RowsDataset, RowsIterator, as_integer
 
 
 def from_arrays(arrays: Any) -> ArrayDataset:
@@ -70,7 +69,7 @@ def from_arrays(arrays: Any) -> ArrayDataset:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ArrayDataset:
+class ArrayDataset(RowsDataset):
     """Rows of in-memory arrays. Made by :func:`from_arrays`.
 
     ``shuffle``, ``batch`` and ``repeat`` return a new dataset and leave this one as it
@@ -82,122 +81,15 @@ class ArrayDataset:
     the epochs after them; an endless iteration ``k`` begins with epoch ``k``.
     """
 
+    _made_by: ClassVar[str] = "from_arrays"
+
     _leaves: tuple[np.ndarray, ...]
     _treedef: Any
-    _seed: int | None = None
-    _batch_size: int | None = None
-    _drop_remainder: bool = False
-    _repeats: int | None = 1
-    _repeated: bool = False
-    _iterations: _Counter = dataclasses.field(
-        default_factory=lambda: _Counter(), init=False
-    )
-
-    # -- the chain -------------------------------------------------------------------
-
-    def shuffle(self, seed: int) -> ArrayDataset:
-        """Visits the rows in a random order, another one in every epoch.
-
-        Args:
-          seed: A non-negative integer.
-
-        Returns:
-          The shuffled dataset.
-
-        Raises:
-          TypeError: ``seed`` is not an integer.
-          ValueError: ``seed`` is negative; or the dataset is already shuffled, batched
-            or repeated.
-        """
-        seed = _integer("shuffle(seed)", seed, at_least=0)
-        self._refuse_after(
-            "shuffle", shuffle=self._seed is not None, batch=self._is_batched
-        )
-        return dataclasses.replace(self, _seed=seed)
-
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
-        """Groups rows. Distributed, this is the *global* batch of all replicas.
-
-        Args:
-          batch_size: Rows a batch, at least 1.
-          drop_remainder: Whether an epoch leaves out a last batch of fewer rows.
-
-        Returns:
-          The batched dataset. Its elements have leaves of shape ``[batch_size, ...]``.
-
-        Raises:
-          TypeError: ``batch_size`` is not an integer.
-          ValueError: ``batch_size`` is below 1; or the dataset is already batched or
-            repeated.
-        """
-        batch_size = _integer("batch(batch_size)", batch_size, at_least=1)
-        self._refuse_after("batch", batch=self._is_batched)
-        return dataclasses.replace(
-            self, _batch_size=batch_size, _drop_remainder=bool(drop_remainder)
-        )
-
-    def repeat(self, n: int | None = None) -> ArrayDataset:
-        """Runs through several epochs in one iteration.
-
-        A batch never holds rows of two epochs.
-
-        Args:
-          n: The number of epochs, or ``None`` for no end.
-
-        Returns:
-          The repeated dataset.
-
-        Raises:
-          TypeError: ``n`` is not an integer.
-          ValueError: ``n`` is negative, or the dataset is already repeated.
-        """
-        if n is not None:
-            n = _integer("repeat(n)", n, at_least=0)
-        self._refuse_after("repeat")
-        return dataclasses.replace(self, _repeats=n, _repeated=True)
-
-    def _refuse_after(self, call: str, **earlier: bool) -> None:
-        for name, happened in {**earlier, "repeat": self._repeated}.items():
-            if happened:
-                raise ValueError(
-                    f"{call}() cannot follow {name}(). Chain them in the order "
-                    "from_arrays(...).shuffle(seed).batch(batch_size).repeat(), each "
-                    "at most once: rows are shuffled, then grouped, and no batch "
-                    "crosses two epochs."
-                )
-
-    # -- what it holds ---------------------------------------------------------------
 
     @property
     def num_rows(self) -> int:
         """The number of rows of one epoch."""
         return self._leaves[0].shape[0]
-
-    @property
-    def batch_size(self) -> int | None:
-        """The rows of a full batch, or ``None`` when elements are single rows."""
-        return self._batch_size
-
-    @property
-    def num_epochs(self) -> int | None:
-        """The epochs of one iteration, or ``None`` when it has no end."""
-        return self._repeats
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """The elements of one epoch: batches, or rows when there is no batch size."""
-        full, rest = divmod(self.num_rows, self._batch_size or 1)
-        return full + (rest > 0 and not self._drop_remainder)
-
-    def __len__(self) -> int:
-        """The number of elements of one iteration.
-
-        Raises:
-          TypeError: The dataset repeats without end.
-        """
-        if self._repeats is None:
-            raise TypeError("This dataset repeats without end: it has no len().")
-        return self.batches_per_epoch * self._repeats
 
     @property
     def element_spec(self) -> Any:
@@ -208,26 +100,9 @@ class ArrayDataset:
             for leaf in self._leaves
         )
 
-    @property
-    def _is_batched(self) -> bool:
-        return self._batch_size is not None
-
-    def __repr__(self) -> str:
-        parts = [f"from_arrays({self.num_rows} rows)"]
-        if self._seed is not None:
-            parts.append(f"shuffle({self._seed})")
-        if self._is_batched:
-            drop = ", drop_remainder=True" if self._drop_remainder else ""
-            parts.append(f"batch({self._batch_size}{drop})")
-        if self._repeated:
-            parts.append(f"repeat({'' if self._repeats is None else self._repeats})")
-        return ".".join(parts)
-
-    # -- iterating -------------------------------------------------------------------
-
-    def __iter__(self) -> ArrayIterator:
-        """Starts the next epoch, or the next ``repeat`` of epochs."""
-        return ArrayIterator(self, self._iterations.take())
+    def iteration(self, number: int) -> ArrayIterator:
+        """Starts a given iteration, without counting it."""
+        return ArrayIterator(self, number)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Iterates over one given epoch, without counting as an iteration.
@@ -238,8 +113,42 @@ class ArrayDataset:
         Returns:
           An iterator over the epoch's elements.
         """
-        order = self._order(_integer("epoch(epoch)", epoch, at_least=0))
+        order = self._order(as_integer("epoch(epoch)", epoch, at_least=0))
         return (self._element(order, i) for i in range(self.batches_per_epoch))
+
+    def to_grain(self) -> Any:
+        """Returns the same rows or batches as a ``grain.MapDataset``.
+
+        Its transformations, threads and worker processes follow from there. Element
+        ``i`` is that of :meth:`epoch` 0; an index past the end is one of the epochs
+        after it, so that grain's ``repeat`` goes on with them.
+
+        Returns:
+          A ``grain.MapDataset`` of :func:`len` elements.
+
+        Raises:
+          ImportError: grain is not installed.
+
+        Example:
+          >>> import numpy as np
+          >>> import replicax as rx
+          >>> dataset = rx.datasets.from_arrays(np.arange(5)).batch(2)
+          >>> [x.tolist() for x in dataset.to_grain().map(lambda x: -x)]
+          [[0, -1], [-2, -3], [-4]]
+        """
+        from .grains import Epochs, repeated
+
+        def element(epoch: int, index: int) -> Any:
+            order = kept.get(epoch)
+            if order is None and self._seed is not None:
+                order = self._order(epoch)
+                kept.clear()
+                kept[epoch] = order
+            return self._element(order, index)
+
+        kept: dict[int, Any] = {}
+        one = Epochs(self.batches_per_epoch, element)
+        return repeated(one, self._repeats)
 
     def _order(self, epoch: int) -> np.ndarray | None:
         """The order of an epoch's rows; ``None`` for the order they lie in."""
@@ -257,35 +166,13 @@ class ArrayDataset:
         return self._treedef.unflatten(take_rows(leaf, chosen) for leaf in self._leaves)
 
 
-class _Counter:
-    """Counts the iterations of a dataset."""
+class ArrayIterator(RowsIterator):
+    """One iteration of an :class:`ArrayDataset`; it can be saved and restored."""
 
-    def __init__(self) -> None:
-        self.next = 0
-        self._lock = threading.Lock()
-
-    def take(self) -> int:
-        with self._lock:
-            self.next += 1
-            return self.next - 1
-
-
-class ArrayIterator(Iterator[Any]):
-    """One iteration of an :class:`ArrayDataset`; it can be saved and restored.
-
-    Args:
-      dataset: The dataset.
-      iteration: Which of its iterations this is, from 0.
-    """
-
-    def __init__(self, dataset: ArrayDataset, iteration: int):
-        self._dataset = dataset
-        self._begin(iteration, 0)
+    _dataset: ArrayDataset
 
     def _begin(self, iteration: int, position: int) -> None:
-        """Stands before the element at ``position`` of an iteration."""
-        self._iteration = iteration
-        self._position = position
+        super()._begin(iteration, position)
         self._order_of: int | None = None
         self._order: np.ndarray | None = None
 
@@ -297,50 +184,8 @@ class ArrayIterator(Iterator[Any]):
         turn, index = divmod(self._position, per_epoch)
         if repeats is not None and turn >= repeats:
             raise StopIteration
-        epoch = turn + self._iteration * (1 if repeats is None else repeats)
+        epoch = self._first_epoch + turn
         if self._order_of != epoch:
             self._order_of, self._order = epoch, dataset._order(epoch)
         self._position += 1
         return dataset._element(self._order, index)
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the next element stands, as plain data that JSON can hold."""
-        return {
-            "iteration": self._iteration,
-            "position": self._position,
-            "dataset": repr(self._dataset),
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where :meth:`get_state` was called, also in another process.
-
-        The dataset's next iteration will be the one after this.
-
-        Args:
-          state: What ``get_state`` returned, for a dataset that is made alike.
-
-        Raises:
-          ValueError: It is the state of another dataset.
-        """
-        here = repr(self._dataset)
-        if state.get("dataset") != here:
-            raise ValueError(
-                f"The state is that of another dataset. It was saved from "
-                f"{state.get('dataset')}. This one is {here}: rows, seed, batch size "
-                "and epochs must be the same for the order to be the same."
-            )
-        self._begin(state["iteration"], state["position"])
-        self._dataset._iterations.next = state["iteration"] + 1
-
-
-def _integer(what: str, value: Any, *, at_least: int) -> int:
-    """Returns ``value`` as an int, or raises saying what it should have been."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} must be an integer. Got {value!r}.") from None
-    if number < at_least:
-        raise ValueError(f"{what} must be at least {at_least}. Got {number}.")
-    return number

@@ -16,8 +16,11 @@ import numpy as np
 
 from replicax.values import DistributedValues
 
-from .arrays import ArrayDataset
+from .adapters import Adapted, OwnState, adapted, keeps_state
 from .batches import batch_rows
+from .chain import RowsDataset
+from .files import FileDataset
+from .position import position
 
 INFINITE_CARDINALITY = -1
 UNKNOWN_CARDINALITY = -2
@@ -49,6 +52,8 @@ class Source:
         files have a method ``close``.
       peek: Starts an iteration that is only looked at; ``None`` if looking takes.
       sizes: The batches of one epoch as ``{rows: how many}``, or ``None`` if unknown.
+      count: The batches of one iteration where only that is known, not their sizes; or
+        one of the two constants above.
       num_epochs: The epochs of one iteration, or ``None`` for no end.
       batch_size: The rows of a full batch, or ``None`` if unknown.
       private: Whether each batch lies in memory that nobody else writes to.
@@ -60,6 +65,7 @@ class Source:
     start: Callable[[Any], Batches]
     peek: Callable[[], Iterator[Any]] | None
     sizes: Mapping[int, int] | None = None
+    count: int = UNKNOWN_CARDINALITY
     num_epochs: int | None = 1
     batch_size: int | None = None
     private: bool = False
@@ -70,7 +76,7 @@ class Source:
     def cardinality(self) -> int:
         """The batches of one iteration, or one of the two constants above."""
         if self.sizes is None:
-            return UNKNOWN_CARDINALITY
+            return self.count
         one = sum(self.sizes.values())
         if self.num_epochs is None:
             return INFINITE_CARDINALITY if one else 0
@@ -83,13 +89,21 @@ class Counted(Iterator[Any]):
     Args:
       make: Starts an iteration from its beginning.
       state: What ``get_state`` returned, or ``None``.
+
+    Raises:
+      ValueError: There are fewer batches than the state says.
     """
 
     def __init__(self, make: Callable[[], Iterator[Any]], state: Any = None):
         self._count = 0
         self._batches = make()
-        for _ in range(0 if state is None else state["batches"]):
-            next(self)
+        for _ in range(position(state, {"batches": 0})["batches"]):
+            if next(self, None) is None:
+                close(self)
+                raise ValueError(
+                    f"The state is that of another dataset: it stands after "
+                    f"{state['batches']} batches, and here are {self._count}."
+                )
 
     def __next__(self) -> Any:
         batch = next(self._batches)
@@ -116,7 +130,8 @@ def as_source(dataset: Any) -> Source:
     """Returns ``dataset`` as a :class:`Source`.
 
     Args:
-      dataset: A batched ``ArrayDataset``, a list of global batches, a function without
+      dataset: A batched ``ArrayDataset`` or ``FileDataset``, a dataset of another
+        library (see ``adapters``), a list of global batches, a function without
         arguments that returns an iterator of them (a generator function), or any other
         iterable of global batches. One that can be iterated only once is accepted, and
         raises when it is iterated again.
@@ -126,18 +141,23 @@ def as_source(dataset: Any) -> Source:
 
     Raises:
       TypeError: ``dataset`` is arrays rather than batches of them, or not iterable.
-      ValueError: ``dataset`` is an ``ArrayDataset`` without a batch size.
+      ValueError: ``dataset`` yields single rows, as far as can be seen beforehand.
     """
     _refuse_bare_arrays(dataset)
-    if isinstance(dataset, ArrayDataset):
-        return _from_array_dataset(dataset)
+    if isinstance(dataset, RowsDataset):
+        return _from_rows(dataset)
+    if (other := adapted(dataset)) is not None:
+        return _from_adapted(other)
     if isinstance(dataset, list):
         sizes = collections.Counter(batch_rows(batch) for batch in dataset)
         return dataclasses.replace(_counted(lambda: iter(dataset)), sizes=sizes)
     if isinstance(dataset, Iterator):
         return dataclasses.replace(_counted(_only_once(dataset)), peek=None)
     if isinstance(dataset, Iterable):
-        return _counted(lambda: iter(dataset))
+        return Source(
+            start=lambda state: _started(iter(dataset), state),
+            peek=lambda: iter(dataset),
+        )
     if callable(dataset):
         return _counted(lambda: _called(dataset))
     raise TypeError(
@@ -157,7 +177,7 @@ def _refuse_bare_arrays(dataset: Any) -> None:
         )
 
 
-def _from_array_dataset(dataset: ArrayDataset) -> Source:
+def _from_rows(dataset: RowsDataset) -> Source:
     size = dataset.batch_size
     if size is None:
         raise ValueError(
@@ -170,19 +190,50 @@ def _from_array_dataset(dataset: ArrayDataset) -> Source:
         sizes[rest] = 1
 
     def start(state: Any) -> Batches:
-        batches = iter(dataset)
-        if state is not None:
-            batches.set_state(state)
+        if state is None:
+            return iter(dataset)
+        batches = dataset.iteration(0)
+        batches.set_state(state)
         return batches
 
-    return Source(
+    source = Source(
         start=start,
         peek=lambda: dataset.epoch(0),
         sizes=sizes,
         num_epochs=dataset.num_epochs,
         batch_size=size,
-        private=True,
+        private=dataset.private,
     )
+    if not isinstance(dataset, FileDataset):
+        return source
+
+    def of_files(numbers: Sequence[int], rows: int) -> Source:
+        return _from_rows(dataset.of_files(numbers).rebatched(rows))
+
+    return dataclasses.replace(source, num_files=len(dataset.files), of_files=of_files)
+
+
+def _from_adapted(other: Adapted) -> Source:
+    def start(state: Any) -> Batches:
+        if other.resume is not None:
+            return other.resume(state)
+        return Counted(other.iterate, state)
+
+    return Source(
+        start=start,
+        peek=other.iterate,
+        sizes=other.sizes,
+        count=UNKNOWN_CARDINALITY if other.count is None else other.count,
+        num_epochs=None if other.count == INFINITE_CARDINALITY else 1,
+        batch_size=other.batch_size,
+    )
+
+
+def _started(batches: Iterator[Any], state: Any) -> Batches:
+    """Starts batches whose iterator may keep its position itself."""
+    if keeps_state(batches):
+        return OwnState.of(batches, state)
+    return Counted(lambda: batches, state)
 
 
 def _counted(make: Callable[[], Iterator[Any]]) -> Source:
