@@ -17,7 +17,11 @@ import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.errors import PerReplicaError, ReplicaDivergenceError
+from replicax.errors import (
+    PerReplicaError,
+    ReplicaDivergenceError,
+    StaticArgumentError,
+)
 from replicax.values import PerReplica
 
 from ..datasets import buffers
@@ -165,12 +169,18 @@ def stack(value: PerReplica, placer: Placer, name: str = "the value") -> PerRepl
     Raises:
       PerReplicaError: Components have unequal shapes or dtypes, or their number is not
         the number of replicas.
+      StaticArgumentError: Components are strings or objects.
     """
     if value.is_stacked:
         stacked = PerReplica.from_array(placer.stacked(value.array))
         stacked.is_data = value.is_data
         return stacked
     parts = [as_array(x) for x in value.values]
+    if not all(map(is_numeric, parts)):
+        raise StaticArgumentError(
+            f"{name} holds values of dtype {parts[0].dtype}, which stay on the host. "
+            "Take them out of what is passed to `run`, or encode them as numbers."
+        )
     shapes = {np.shape(p) for p in parts}
     if len(shapes) > 1 or len({p.dtype for p in parts}) > 1:
         listed = ", ".join(

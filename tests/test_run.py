@@ -280,6 +280,9 @@ def test_an_unhashable_object_is_refused_with_its_name():
 def test_arrays_of_strings_are_refused_with_their_name():
     with pytest.raises(rx.StaticArgumentError, match=r"names.*dtype <U1"):
         TWO.run(lambda names: 0, (np.array(["a", "b"]),))
+    each = rx.PerReplica([np.array(["a"]), np.array(["b"])])
+    with pytest.raises(rx.StaticArgumentError, match=r"\['names'\].*dtype <U1"):
+        TWO.run(lambda batch: 0, ({"names": each},))
 
 
 def test_components_of_unequal_shape_are_refused_and_both_shapes_named():
