@@ -15,6 +15,8 @@ from .input_context import InputContext as InputContext
 from .optional import Optional as Optional
 from .options import InputOptions as InputOptions
 from .options import InputReplicationMode as InputReplicationMode
+from .shard_plan import ShardPlan as ShardPlan
+from .shard_plan import shard_plan as shard_plan
 from .sharding import AutoShardPolicy as AutoShardPolicy
 from .sources import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from .sources import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
@@ -31,6 +33,8 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "Optional",
+    "ShardPlan",
     "from_arrays",
     "from_files",
+    "shard_plan",
 ]

@@ -57,6 +57,7 @@ class SplitFeed:
         # A batch is cut into equal parts; those from first to last are ours.
         self._parts = self._last = num_replicas
         self._first = 0
+        self._least = 0
         self._source = source
         if context.num_input_pipelines > 1:
             self._source = self._shard(context, options.auto_shard_policy)
@@ -84,7 +85,9 @@ class SplitFeed:
         if policy is AutoShardPolicy.FILE:
             assert source.of_files is not None and source.batch_size is not None
             files = shard(range(source.num_files), workers, worker)
-            return source.of_files(files, rows_of_worker(source.batch_size, workers))
+            # What is padded must be as large on workers whose files have few rows.
+            self._least = rows_of_worker(source.batch_size, workers)
+            return source.of_files(files, self._least)
         return source
 
     @property
@@ -117,7 +120,7 @@ class _Split(Iterator[Any]):
         self._feed = feed
         self._batches = batches
         self._number = at["batches"]
-        self._largest = at["largest"]
+        self._largest = max(at["largest"], feed._least)
 
     def __next__(self) -> Any:
         for batch in self._batches:

@@ -32,8 +32,11 @@ _BAD_ARGUMENT = (ValueError, TypeError)
 _KINDS = {
     "AssertionError": _BAD_ARGUMENT,
     "AttributeError": _BAD_ARGUMENT,
+    "IndexError": _BAD_ARGUMENT,
     "InvalidArgumentError": _BAD_ARGUMENT,
     "KeyError": KeyError,
+    "NotFoundError": _BAD_ARGUMENT,
+    "NotImplementedError": NotImplementedError,
     "RuntimeError": RuntimeError,
     "TypeError": _BAD_ARGUMENT,
     "ValueError": _BAD_ARGUMENT,
@@ -164,7 +167,7 @@ def spoiled(expected: Any) -> list[Any]:
             make([*expected[:i], wrong, *expected[i + 1 :]])
             for i, v in enumerate(expected)
             for wrong in spoiled(v)
-        ] + [make(expected[:-1])]
+        ] + [make(expected[:-1] if expected else [0])]
     if isinstance(expected, bool):
         return [not expected]
     if isinstance(expected, float) and np.isnan(expected):
