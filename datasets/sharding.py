@@ -129,8 +129,8 @@ def shard(items: Sequence[_T], num_shards: int, index: int) -> Sequence[_T]:
 def ceil_split(num_rows: int, num_parts: int) -> list[slice]:
     """Consecutive parts of a batch, all but the last ones of the rounded-up share.
 
-    No row crosses to another batch. TensorFlow splits so under ``AutoShardPolicy.DATA``,
-    and batches of an unknown size. ``InputOptions(remainder="pad")`` puts the rows of a
+    No row crosses to another batch. TensorFlow does so under ``AutoShardPolicy.DATA``,
+    and to batches of unknown size. ``InputOptions(remainder="pad")`` puts the rows of a
     full batch into the same parts, and fills these up.
 
     Args:
