@@ -5,13 +5,14 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 RUN = .venv/bin/python
 
-.PHONY: help venv demo test lint docs bench clean
+.PHONY: help venv demo test test-libraries lint docs bench clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   train a small network on handwritten digits with 4 replicas"
 	@echo "make test   run all tests"
+	@echo "make test-libraries  run the tests of datasets with torch, tf.data and others"
 	@echo "make lint   check style, format and types"
 	@echo "make docs   build the documentation into docs/_build/html"
 	@echo "make bench  run the quick benchmarks"
@@ -23,6 +24,17 @@ demo: .venv/.examples
 
 test: .venv/.test
 	$(RUN) -m pytest -n 2 --dist worksteal
+
+# In an environment of its own, since these are heavy. The working directory must not be
+# on the path: its folder `datasets` would shadow the library of that name.
+test-libraries: .venv-libraries/.ready
+	.venv-libraries/bin/python -P -m pytest -rs tests/test_datasets_adapters.py
+
+.venv-libraries/.ready: pyproject.toml tests/requirements-libraries.txt
+	$(PYTHON) -m venv .venv-libraries
+	.venv-libraries/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -e ".[test]" -r tests/requirements-libraries.txt
+	@touch $@
 
 lint: .venv/.dev
 	rm -rf build/types && mkdir -p build/types/replicax
@@ -42,7 +54,7 @@ bench: .venv/.test
 venv: .venv/.dev
 
 clean:
-	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-libraries build dist docs/_build .pytest_cache .ruff_cache .hypothesis
 	rm -rf replicax.egg-info benchmarks/results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -36,7 +36,8 @@ def is_searched_for_nans() -> bool:
     It does so when ``jax_debug_nans`` is set and a NaN came out. Without effect on
     ``shard_map``, whose parts it would call by their parts without end.
     """
-    return no_trace_is_active() and not jax.config.jax_disable_jit
+    config: Any = jax.config
+    return no_trace_is_active() and not config.jax_disable_jit
 
 
 num_signatures: Callable[[Any], int] = operator.methodcaller("_cache_size")
