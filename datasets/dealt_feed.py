@@ -10,6 +10,8 @@ from .feeds import looked_at
 from .options import InputOptions
 from .position import position
 from .remainder import (
+    MOST_LEFT_OUT,
+    all_left_out_error,
     missing_error,
     pad_batch,
     surely_unequal_error,
@@ -135,7 +137,7 @@ class _Dealt(Iterator[Any]):
 
     def __next__(self) -> Any:
         remainder = self._feed._remainder
-        while True:
+        for _ in range(MOST_LEFT_OUT):
             parts = self._deal()
             if not parts:
                 raise StopIteration
@@ -152,6 +154,7 @@ class _Dealt(Iterator[Any]):
                 raise unequal_error(rows, which)
             if missing:
                 raise StopIteration
+        raise all_left_out_error(max(rows), self._feed._num_replicas)
 
     def _deal(self) -> dict[int, Any]:
         """A batch for each replica, without those for which none is left."""

@@ -13,7 +13,15 @@ from .input_context import InputContext
 from .options import InputOptions
 from .position import position
 from .rebatch import rebatched
-from .remainder import check_sizes, pad_batch, padded_size, steps, uneven_error
+from .remainder import (
+    MOST_LEFT_OUT,
+    all_left_out_error,
+    check_sizes,
+    pad_batch,
+    padded_size,
+    steps,
+    uneven_error,
+)
 from .sharding import (
     AutoShardPolicy,
     resolve_policy,
@@ -123,11 +131,14 @@ class _Split(Iterator[Any]):
         self._largest = max(at["largest"], feed._least)
 
     def __next__(self) -> Any:
-        for batch in self._batches:
-            batch = self._fitted(as_host_batch(batch))
+        for left_out, batch in enumerate(self._batches):
+            batch = as_host_batch(batch)
+            fitted = self._fitted(batch)
             self._number += 1
-            if batch is not None:
-                return batch
+            if fitted is not None:
+                return fitted
+            if left_out == MOST_LEFT_OUT - 1:
+                raise all_left_out_error(batch_rows(batch), self._feed._parts)
         raise StopIteration
 
     def _fitted(self, batch: Any) -> Any | None:

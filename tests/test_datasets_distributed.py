@@ -451,6 +451,28 @@ def test_the_first_batch_of_an_iterator_is_taken_to_see_its_rows():
 # -- what is known beforehand --------------------------------------------------------
 
 
+def test_an_endless_dataset_of_which_nothing_divides_ends_in_an_error():
+    def batches():
+        while True:
+            yield {"x": np.zeros(3)}
+
+    def of_unequal_rows(context):
+        def batches():
+            while True:
+                yield np.zeros(2)
+                yield np.zeros(3)
+
+        return batches
+
+    with pytest.raises(UnevenBatchError, match=r"1000 batches.* of 3 rows"):
+        next(iter(distribute(batches, remainder="drop")))
+    dealt = distribute_from_function(
+        of_unequal_rows, mesh_of(2), InputOptions(remainder="drop")
+    )
+    with pytest.raises(UnevenBatchError, match=r"1000 batches.* of 3 rows"):
+        next(iter(dealt))
+
+
 def test_lengths():
     rows = from_arrays({"x": np.arange(10)})
     assert len(distribute(rows.batch(4))) == 3
