@@ -154,7 +154,7 @@ class _Dealt(Iterator[Any]):
                 raise unequal_error(rows, which)
             if missing:
                 raise StopIteration
-        raise all_left_out_error(max(rows), self._feed._num_replicas)
+        raise all_left_out_error(self._feed._num_replicas)
 
     def _deal(self) -> dict[int, Any]:
         """A batch for each replica, without those for which none is left."""

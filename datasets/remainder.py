@@ -100,11 +100,11 @@ MOST_LEFT_OUT = 1000
 """With ``"drop"``, how many batches in a row are left out before that is an error."""
 
 
-def all_left_out_error(rows: int, num_replicas: int) -> UnevenBatchError:
+def all_left_out_error(num_replicas: int) -> UnevenBatchError:
     """The error for a dataset, perhaps endless, of which nothing would ever come."""
     return UnevenBatchError(
-        f'remainder="drop" has left out {MOST_LEFT_OUT} batches in a row, the last one '
-        f"of {rows} rows, because they do not divide by {num_replicas} replicas. "
+        f'remainder="drop" has left out {MOST_LEFT_OUT} batches in a row, because '
+        f"their rows do not divide by {num_replicas} replicas. "
         f"Choose a batch size that {num_replicas} divides, or "
         'InputOptions(remainder="pad").'
     )

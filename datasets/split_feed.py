@@ -132,13 +132,12 @@ class _Split(Iterator[Any]):
 
     def __next__(self) -> Any:
         for left_out, batch in enumerate(self._batches):
-            batch = as_host_batch(batch)
-            fitted = self._fitted(batch)
+            batch = self._fitted(as_host_batch(batch))
             self._number += 1
-            if fitted is not None:
-                return fitted
+            if batch is not None:
+                return batch
             if left_out == MOST_LEFT_OUT - 1:
-                raise all_left_out_error(batch_rows(batch), self._feed._parts)
+                raise all_left_out_error(self._feed._parts)
         raise StopIteration
 
     def _fitted(self, batch: Any) -> Any | None:

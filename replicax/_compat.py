@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.ref
-import numpy as np
 from jax._src import core as _core
 from jax._src.state.types import RefEffect as _RefEffect
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
@@ -73,15 +72,15 @@ def own_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mesh_of_one(device: jax.Device) -> Iterator[None]:
-    """Lets operations on arrays of one device pass, whatever mesh the caller has set.
+def mesh_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Lets operations on arrays of a mesh pass, whatever mesh the caller has set.
 
-    JAX refuses arrays that do not lie on all devices of that mesh.
+    JAX refuses arrays that do not lie on all devices of that one.
     """
-    if jax.sharding.get_abstract_mesh().empty or not no_trace_is_active():
-        yield
-        return
-    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("replica",))):
+    if no_trace_is_active() and active_mesh_is_foreign(mesh):
+        with jax.set_mesh(mesh):
+            yield
+    else:
         yield
 
 

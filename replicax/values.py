@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from jax.sharding import Mesh, get_abstract_mesh
 
-from replicax._compat import mesh_of_one
+from replicax._compat import mesh_for
 from replicax.errors import PerReplicaError
 
 
@@ -388,7 +389,9 @@ def _rows(array: Any) -> tuple[Any, ...]:
 
 
 def _row(shard: jax.Array) -> jax.Array:
-    with mesh_of_one(shard.device):
+    if get_abstract_mesh().empty:
+        return shard.reshape(shard.shape[1:])
+    with mesh_for(Mesh(np.array([shard.device]), ("replica",))):
         return shard.reshape(shard.shape[1:])
 
 

@@ -11,15 +11,13 @@ What is known of an array is noted on the array itself, and so ends with it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
-from replicax.errors import ConsumedArgumentError, listed
-
-from .arguments import Leaf
+from .arguments import Kind, Leaf
 
 _clock = itertools.count(1)
 
@@ -27,10 +25,33 @@ _BORN = "_replicax_born"
 """Set on what came out of a donating run: when."""
 
 _APART = "_replicax_apart"
-"""Set on what was found to share no memory with arrays about to be donated: when.
+"""Set on what was found to share no memory with an array about to be donated: when.
 
 It never will with what comes out of later runs.
 """
+
+
+class _Consumed:
+    """Whether any array was consumed in this process, so that one may come back."""
+
+    any = False
+
+
+consumed = _Consumed()
+
+
+def holds_deleted(tree: Any) -> bool:
+    """Whether a pytree holds an array that was consumed or deleted.
+
+    JAX must not be given one: on several devices it may crash the process.
+    """
+    for x in tree_leaves(tree):
+        try:
+            if x.is_deleted():
+                return True
+        except (AttributeError, jax.errors.ConcretizationTypeError):
+            pass  # a number, a numpy array; or a tracer
+    return False
 
 
 class Donor:
@@ -41,6 +62,7 @@ class Donor:
       donated: The positions of those that are donated.
       treedef: The structure of ``(args, kwargs)``, if they are arrays only.
       num_replicas: The number of replicas.
+      copy: Copies an array.
     """
 
     def __init__(
@@ -49,36 +71,34 @@ class Donor:
         donated: Sequence[int],
         treedef: Any,
         num_replicas: int,
+        copy: Callable[[jax.Array], jax.Array],
     ):
         self._arrays = arrays
         # Flattened apart, because most calls have no keyword arguments.
-        self._args, self._kwargs, self._has_kwargs = None, None, False
-        if treedef is not None:
-            self._args, self._kwargs = treedef.children()
-            self._has_kwargs = self._kwargs.num_leaves > 0
+        if treedef is None:
+            treedef = tree_structure(((), {}))
+        self._args, self._kwargs = treedef.children()
+        self._has_kwargs = self._kwargs != tree_structure({})
         self._donated = donated
         self._num_replicas = num_replicas
+        self._copy = copy
         self._kept = sorted(set(range(len(arrays))) - set(donated))
-        self._may_share: list[int] = []
+        self._may_share: set[tuple[int, int]] = set()
 
     def prepare(self, arrays: list[Any]) -> None:
         """Replaces, in place, donated arrays by copies where somebody needs them.
 
         Args:
           arrays: The arrays, placed.
-
-        Raises:
-          ConsumedArgumentError: One was consumed by an earlier run.
         """
-        self._refuse_consumed(arrays)
-        self._may_share = sorted({*self._may_share, *self._alike(arrays)})
+        consumed.any = True
+        self._may_share.update(self._alike(arrays))
         seen = {id(arrays[i]) for i in self._kept}
-        donated = [arrays[i] for i in self._donated]
-        together = not all(_set_apart(arrays[i], donated) for i in self._may_share)
+        together = not self._lie_apart(arrays)
         for i in self._donated:
             x = arrays[i]
             if together or id(x) in seen or vars(x).pop(_BORN, None) is None:
-                arrays[i] = x.copy()
+                arrays[i] = self._copy(x)
             seen.add(id(x))
 
     def take(self, args: Any, kwargs: Any) -> Sequence[Any] | None:
@@ -103,16 +123,32 @@ class Donor:
         if len({*map(id, arrays)}) < len(arrays):
             return None
         try:
-            born = [arrays[i].__dict__.pop(_BORN) for i in self._donated]
+            for x in arrays:
+                if x.is_deleted():
+                    return None
+            if self._may_share and not self._lie_apart(arrays):
+                return None
+            for i in self._donated:
+                del arrays[i].__dict__[_BORN]
         except (KeyError, AttributeError):
-            return None
-        if self._may_share and not self._lie_apart(arrays, min(born)):
             return None
         return arrays
 
-    def _lie_apart(self, arrays: Sequence[Any], oldest: int) -> bool:
-        """Whether kept arrays were looked at before the oldest donated one was born."""
-        return all(getattr(arrays[i], _APART, oldest) < oldest for i in self._may_share)
+    def _lie_apart(self, arrays: Sequence[Any]) -> bool:
+        """Whether no kept array lies in the memory of one that is donated.
+
+        What was looked at before the other one was born never will.
+        """
+        for k, d in self._may_share:
+            kept, donated = arrays[k], arrays[d]
+            try:
+                if kept._replicax_apart < donated._replicax_born:
+                    continue
+            except AttributeError:
+                pass
+            if not _are_apart(kept, donated):
+                return False
+        return True
 
     @staticmethod
     def own(outputs: Any) -> None:
@@ -121,41 +157,30 @@ class Donor:
         for x in tree_leaves(outputs):
             x._replicax_born = now
 
-    def _refuse_consumed(self, arrays: Sequence[Any]) -> None:
-        gone = [
-            leaf.name
-            for x, leaf in zip(arrays, self._arrays, strict=True)
-            if isinstance(x, jax.Array) and x.is_deleted()
-        ]
-        if gone:
-            raise ConsumedArgumentError(
-                f"Deleted arrays were passed as {listed(gone, ', ')}. An earlier run "
-                "with RunOptions(donate=...) consumed them: use what that run returned."
-            )
+    def _alike(self, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
+        """The pairs of a kept and a donated array that may lie in the same memory.
 
-    def _alike(self, arrays: Sequence[Any]) -> list[int]:
-        """The arrays that are kept and may lie in the memory of one that is donated.
-
-        Two arrays can only if they are of one size, in whole (a mirrored array) or on
-        each device.
+        They can only if they are of one size on a device.
         """
-        sizes = {arrays[i].nbytes for i in self._donated}
-        return [
-            i
-            for i in self._kept
-            if isinstance(arrays[i], jax.Array)
-            and not sizes.isdisjoint(
-                (arrays[i].nbytes, arrays[i].nbytes // self._num_replicas)
-            )
-        ]
+        for kept in self._kept:
+            if isinstance(arrays[kept], jax.Array):
+                size = self._size(kept, arrays)
+                for donated in self._donated:
+                    if self._size(donated, arrays) == size:
+                        yield kept, donated
+
+    def _size(self, i: int, arrays: Sequence[Any]) -> int:
+        parts = self._num_replicas if self._arrays[i].kind is Kind.PER_REPLICA else 1
+        return arrays[i].nbytes // parts
 
 
-def _set_apart(x: jax.Array, others: Sequence[jax.Array]) -> bool:
-    """Looks whether ``x`` shares memory with other arrays, on any device."""
-    mine = _addresses(x)
-    if any(not mine.isdisjoint(_addresses(other)) for other in others):
+def _are_apart(kept: Any, donated: Any) -> bool:
+    """Looks whether two arrays share no memory, on any device."""
+    if not isinstance(kept, jax.Array) or not isinstance(donated, jax.Array):
+        return True
+    if not _addresses(kept).isdisjoint(_addresses(donated)):
         return False
-    setattr(x, _APART, next(_clock))
+    setattr(kept, _APART, next(_clock))
     return True
 
 

@@ -9,14 +9,16 @@ is far below that, and high enough for devices and host to stay busy.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+import weakref
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 LAUNCHING = threading.RLock()
-"""Held while a program with collectives is launched, and while a launch waits.
+"""Held while a program with collectives is launched.
 
 Launches of two threads must reach all devices in the same order: otherwise one device
 waits in the first program for another one that waits in the second.
@@ -24,22 +26,25 @@ waits in the first program for another one that waits in the second.
 
 
 class Fence:
-    """Lets only so many launches on the devices of one strategy be under way.
+    """Lets only so many launches on one set of devices be under way.
 
     Now and then a launch waits, not for itself but for the one that waited before it:
-    so the devices do not run out of work. Others must not launch meanwhile.
+    so the devices do not run out of work. Others stop at the gate meanwhile.
 
     Args:
-      num_devices: The number of devices.
+      between_waits: A launch in so many waits; by default, none does.
 
     Attributes:
       launches: Counts the launches.
       between_waits: A launch in so many waits. Up to twice as many are under way.
+      is_closed: Whether a launch is waiting, so that others must :meth:`pass_gate`.
     """
 
-    def __init__(self, num_devices: int) -> None:
-        self.between_waits = max(1, min(16, 32 // num_devices))
+    def __init__(self, between_waits: int = sys.maxsize) -> None:
+        self.between_waits = between_waits
         self.launches = itertools.count(1)
+        self.is_closed = False
+        self._gate = threading.Lock()
         self._earlier: Any = None
         self._position = -1  # training steps tend to return their loss last
 
@@ -54,7 +59,19 @@ class Fence:
         Args:
           outputs: The outputs of the launch that was just made.
         """
-        leaves = jax.tree.leaves(outputs)
+        with self._gate:
+            self.is_closed = True
+            try:
+                self._wait(jax.tree.leaves(outputs))
+            finally:
+                self.is_closed = False
+
+    def pass_gate(self) -> None:
+        """Lets a launch of another thread wait first."""
+        with self._gate:
+            pass
+
+    def _wait(self, leaves: list[Any]) -> None:
         earlier, self._earlier = self._earlier, None
         if earlier is None or _wait_for(earlier):
             self._earlier = self._one_of(leaves)
@@ -91,7 +108,23 @@ def _wait_for(x: Any) -> bool:
     return True
 
 
-def fence_for(mesh: Mesh) -> Fence | None:
-    """Returns a fence for the devices of a mesh, or None where none is needed."""
-    cpu = mesh.devices.flat[0].platform == "cpu"
-    return Fence(mesh.size) if cpu and mesh.size > 1 else None
+_fences: weakref.WeakValueDictionary[frozenset[jax.Device], Fence] = (
+    weakref.WeakValueDictionary()
+)
+_making = threading.Lock()
+
+
+def fence_for(mesh: Mesh) -> Fence:
+    """Returns the fence of the devices of a mesh, which waits only where it must.
+
+    Strategies over the same devices share one: their launches add up.
+    """
+    if mesh.devices.flat[0].platform != "cpu" or mesh.size == 1:
+        return Fence()
+    devices = frozenset(mesh.devices.flat)
+    with _making:
+        fence = _fences.get(devices)
+        if fence is None:
+            between_waits = max(1, min(16, 32 // mesh.size))
+            fence = _fences[devices] = Fence(between_waits)
+        return fence

@@ -17,6 +17,7 @@ import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax import _compat
 from replicax.errors import (
     PerReplicaError,
     ReplicaDivergenceError,
@@ -86,10 +87,16 @@ class Placer:
         if known is not None and known[0]() is x and not known[1].is_deleted():
             return known[1]
         # device_put may share memory with its source, even when told not to.
-        placed = jax.device_put(x, sharding).copy()
+        placed = self.copy(jax.device_put(x, sharding))
         forget = _forget(self._placed, id(x))
         self._placed[id(x)] = (weakref.ref(x, forget), placed)
         return placed
+
+    def copy(self, x: jax.Array) -> jax.Array:
+        """Returns a copy of a placed array, whatever mesh the caller has set."""
+        mesh: Any = self.replicated.mesh
+        with _compat.mesh_for(mesh):
+            return x.copy()
 
     def lies_as(self, x: Any, sharding: NamedSharding) -> bool:
         """Whether ``x`` is an array that lies as ``sharding`` says already.

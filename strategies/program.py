@@ -13,10 +13,10 @@ import numpy as np
 
 from replicax import _compat
 from replicax._compat import num_signatures
-from replicax.errors import StaticArgumentError
+from replicax.errors import ConsumedArgumentError, StaticArgumentError, listed
 
 from .arguments import Kind
-from .donation import Donor
+from .donation import Donor, holds_deleted
 from .fence import LAUNCHING
 from .placement import is_numeric
 from .traced_step import TracedStep, finish
@@ -71,7 +71,13 @@ class Program:
         }
         donated = [i for i in self._shardings if self._arrays[i].donated]
         self.donor = (
-            Donor(self._arrays, donated, treedef, self._placer.num_replicas)
+            Donor(
+                self._arrays,
+                donated,
+                treedef,
+                self._placer.num_replicas,
+                self._placer.copy,
+            )
             if donated
             else None
         )
@@ -120,8 +126,12 @@ class Program:
         Returns:
           The outputs, the new values of written state, and what the lift needs to
           write them back.
+
+        Raises:
+          ConsumedArgumentError: An array was consumed by an earlier run.
         """
         arrays = [leaves[i] for i in self._positions]
+        self._refuse_consumed(arrays)
         for i, sharding in self._shardings.items():
             if getattr(arrays[i], "sharding", None) is not sharding:
                 arrays[i] = leaves[self._positions[i]] = self._place(i, arrays[i])
@@ -129,10 +139,10 @@ class Program:
         if self.donor is not None:
             self.donor.prepare(arrays)
         fence = self._strategy.fence
+        fence.pass_gate()
         with LAUNCHING:
             result = self._call(self.donating, arrays)
-            if fence is not None:
-                fence.after_launch(result)
+        fence.after_launch(result)
         self.num_signatures = num_signatures(self.donating)
         if self.donor is not None:
             self.donor.own(result)
@@ -173,6 +183,18 @@ class Program:
                 yield leaf.name, leaves[i]
 
     # -- parts of a launch -----------------------------------------------------------
+
+    def _refuse_consumed(self, arrays: Sequence[Any]) -> None:
+        gone = [
+            leaf.name
+            for x, leaf in zip(arrays, self._arrays, strict=True)
+            if holds_deleted(x)
+        ]
+        if gone:
+            raise ConsumedArgumentError(
+                f"Deleted arrays were passed as {listed(gone, ', ')}. An earlier run "
+                "with RunOptions(donate=...) consumed them: use what that run returned."
+            )
 
     def _place(self, i: int, x: Any) -> Any:
         if isinstance(x, np.ndarray) and not is_numeric(x):

@@ -9,7 +9,6 @@ here is on the path of every step, which is why they call little and look nothin
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from replicax._compat import no_trace_is_active, num_signatures
 
 from .context import stands_outside
+from .donation import consumed, holds_deleted
 from .fence import LAUNCHING
 from .function_key import captured_cells
 from .program import NotRepeated, Program
@@ -47,11 +47,11 @@ def make_shortcut(
     """
     cells = captured_cells(fn)
     is_function = isinstance(fn, types.FunctionType)
-    defaults = (fn.__defaults__, fn.__kwdefaults__) if is_function else (None, None)
+    defaults = fn.__defaults__ if is_function else None
+    kwdefaults = fn.__kwdefaults__ if is_function else None
     call, donor = program.donating, program.donor
     fence = strategy.fence
-    launches = fence.launches if fence else itertools.count()
-    between_waits = fence.between_waits if fence else 0
+    launches, between_waits = fence.launches, fence.between_waits
 
     def run(fn_: Any, args: Any, kwargs: Any, options_: Any) -> Any:
         if (
@@ -61,10 +61,8 @@ def make_shortcut(
             or not program.is_repeatable
             or not stands_outside(strategy)
             or not no_trace_is_active()
-        ):
-            return NOT_REPEATED
-        if is_function and (
-            fn.__defaults__ is not defaults[0] or fn.__kwdefaults__ is not defaults[1]
+            or (is_function and fn.__defaults__ is not defaults)
+            or (is_function and fn.__kwdefaults__ is not kwdefaults)
         ):
             return NOT_REPEATED
         try:
@@ -77,19 +75,21 @@ def make_shortcut(
             args, kwargs = donor.take(args, kwargs), None
             if args is None:
                 return NOT_REPEATED
-        LAUNCHING.acquire()  # `with` takes twice as long
-        try:
-            result = call(*args, **kwargs) if kwargs else call(*args)
-            if fence is not None and next(launches) % between_waits == 0:
-                fence.wait(result)
-        except (NotRepeated, ValueError):
+        elif consumed.any and holds_deleted((args, kwargs)):
             return NOT_REPEATED
-        finally:
-            LAUNCHING.release()
+        if fence.is_closed:
+            fence.pass_gate()
+        try:
+            with LAUNCHING:
+                result = call(*args, **kwargs) if kwargs else call(*args)
+        except (NotRepeated, ValueError, TypeError):
+            return NOT_REPEATED
         if num_signatures(call) != program.num_signatures:
             program.look_closer(args, kwargs or {})
         if donor is not None:
             donor.own(result)
+        if next(launches) % between_waits == 0:
+            fence.wait(result)
         return finish(result)[0] if type(result) is WithState else result
 
     return run

@@ -86,7 +86,7 @@ class Strategy:
         return Placer(self.mesh, self.axis_name)
 
     @functools.cached_property
-    def fence(self) -> Fence | None:
+    def fence(self) -> Fence:
         """Paces the launches on CPU devices."""
         return fence_for(self.mesh)
 

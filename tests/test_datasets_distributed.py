@@ -464,12 +464,12 @@ def test_an_endless_dataset_of_which_nothing_divides_ends_in_an_error():
 
         return batches
 
-    with pytest.raises(UnevenBatchError, match=r"1000 batches.* of 3 rows"):
+    with pytest.raises(UnevenBatchError, match="1000 batches in a row"):
         next(iter(distribute(batches, remainder="drop")))
     dealt = distribute_from_function(
         of_unequal_rows, mesh_of(2), InputOptions(remainder="drop")
     )
-    with pytest.raises(UnevenBatchError, match=r"1000 batches.* of 3 rows"):
+    with pytest.raises(UnevenBatchError, match="1000 batches in a row"):
         next(iter(dealt))
 
 

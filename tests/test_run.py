@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import queue
 import re
 import threading
 import warnings
@@ -275,6 +276,23 @@ def test_an_unhashable_object_is_refused_with_its_name():
 
     with pytest.raises(rx.StaticArgumentError, match=r"cfg\['a'\] is a Config"):
         TWO.run(lambda cfg: 0, ({"a": Config()},))
+
+
+def test_a_repeated_call_takes_other_kinds_of_arguments():
+    def step(x, m):
+        return x * (2 if isinstance(m, str) else m)
+
+    x = jnp.ones(3)
+    for _ in range(4):
+        assert TWO.run(step, (x, jnp.float32(3))).tolist() == [3.0] * 3
+    assert TWO.run(step, (x, "two")).tolist() == [2.0] * 3
+    for wrong in (np.array(["a"]), {"a"}):
+        with pytest.raises(rx.StaticArgumentError, match="m is a"):
+            TWO.run(step, (x, wrong))
+    for wrong in ([("m", 1)], "ab", 5):
+        with pytest.raises(ValueError, match="kwargs must be a dict"):
+            TWO.run(step, (x, jnp.float32(3)), wrong)
+    assert TWO.run(step, (x, jnp.float32(3))).tolist() == [3.0] * 3
 
 
 def test_arrays_of_strings_are_refused_with_their_name():
@@ -680,6 +698,80 @@ def test_passing_what_was_consumed_is_refused_by_name(strategy):
             strategy.run(step, (state,), options=donate)
 
 
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda: jnp.float32(0.5),
+        functools.lru_cache(lambda: jnp.float32(0.5)),
+        lambda: np.float32(0.5),
+        lambda: ids(TWO, ()),
+    ],
+    ids=["fresh", "the same", "numpy", "per replica"],
+)
+def test_donation_goes_on_beside_a_kept_array_of_the_same_size(rate):
+    def step(state, rate):
+        w, count = state
+        return w - context().all_reduce("mean", rate * 1.0), count + 1
+
+    state, donated = (jnp.ones(100), jnp.int32(0)), []
+    for _ in range(8):
+        before = state
+        state = TWO.run(step, (state, rate()), options=rx.RunOptions(donate=0))
+        donated.append(before[0].is_deleted())
+    assert donated[2:] == [True] * 6  # the first states are copied
+
+
+def test_a_kept_array_in_the_memory_of_donated_components_survives():
+    each = TWO.run(lambda: context().replica_id_in_sync_group * 0.0 + jnp.ones(1000))
+    options = rx.RunOptions(donate=0, allow_divergence=True)
+    for _ in range(5):
+        shards = [s.data for s in each.array.addressable_shards]
+        kept = jax.make_array_from_single_device_arrays(
+            (1, 1000), TWO.placer.replicated, shards
+        )
+        each, total = TWO.run(
+            lambda a, b: (a + 1, b.sum()), (each, kept), options=options
+        )
+    assert float(total) == 5000.0
+
+
+def test_an_omitted_argument_is_not_taken_for_none_when_donating():
+    def step(x, m=5.0):
+        return x * (2.0 if m is None else m)
+
+    x, options = jnp.ones(3), rx.RunOptions(donate=0)
+    for _ in range(3):
+        x = TWO.run(step, (x,), {"m": None}, options)
+    assert TWO.run(step, (x,), None, options).tolist() == [40.0] * 3
+
+
+def test_consumed_arrays_are_named_by_steps_that_do_not_donate():
+    options = rx.RunOptions(donate=0)
+    state = TWO.run(lambda w: w + 1, (jnp.ones(3),), options=options)
+    TWO.run(lambda w: w + 1, (state,), options=options)
+    good = jnp.ones(3)
+
+    def step(w):
+        return w + 1
+
+    def evaluate(w):
+        return w * 2
+
+    deleted = TWO.run(lambda w: w + 1, (jnp.ones(3),), options=options)
+    for _ in range(3):
+        deleted = TWO.run(step, (deleted,), options=options)
+    deleted.delete()
+    with pytest.raises(rx.ConsumedArgumentError, match="passed as w"):
+        TWO.run(step, (deleted,), options=options)
+
+    for weights in (state, good, good, good, state):
+        if weights is state:
+            with pytest.raises(rx.ConsumedArgumentError, match="passed as w"):
+                TWO.run(evaluate, (weights,))
+        else:
+            assert TWO.run(evaluate, (weights,)).tolist() == [2.0] * 3
+
+
 def test_memory_that_another_argument_shares_with_a_donated_one_survives():
     donate = rx.RunOptions(donate=0)
     p = TWO.run(lambda p: p + 1, (jnp.ones(1000),), options=donate)
@@ -939,6 +1031,21 @@ def test_an_outer_gradient_through_a_captured_value():
     assert float(jax.grad(loss)(2.0)) == 36.0
 
 
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_arrays_are_placed_under_another_mesh_of_the_user(donate):
+    mesh = jax.make_mesh((3,), ("model",), devices=jax.devices()[4:7])
+    keys = jax.random.split(jax.random.key(0), 3)
+    expected = jax.random.key_data(keys).tolist()
+    with jax.set_mesh(mesh):
+        x, k = np.arange(5.0, dtype=np.float32), keys
+        for _ in range(4):
+            x, k = TWO.run(
+                lambda x, k: (x * 2, k), (x, k), options=rx.RunOptions(donate=donate)
+            )
+    assert x.tolist() == [0.0, 16.0, 32.0, 48.0, 64.0]
+    assert jax.random.key_data(k).tolist() == expected
+
+
 def test_run_under_another_mesh_of_the_user():
     mesh = jax.make_mesh(
         (4,),
@@ -1099,27 +1206,24 @@ class Output:
         self.log.append(self.number)
 
 
-@pytest.mark.parametrize("devices, every", [(2, 16), (4, 8), (8, 4), (100, 1)])
+@pytest.mark.parametrize("devices, every", [(2, 16), (3, 10), (8, 4)])
 def test_a_launch_waits_for_an_earlier_one(devices, every):
-    waited, fence = [], Fence(devices)
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
+    assert strategy.fence.between_waits == every
+    waited, fence = [], Fence(every)
     for number in range(1, 4 * every + 1):
         fence.after_launch([Output(waited, number)])
     assert waited == [every, 2 * every, 3 * every]
 
 
-def test_strategies_that_take_turns_are_both_waited_for():
-    mine, theirs = [], []
-    far = rx.MirroredStrategy(["cpu:6", "cpu:7"])
-    near = rx.MirroredStrategy(["cpu:0", "cpu:1"])
-    for number in range(1, 49):
-        near.fence.after_launch([Output(mine, number)])
-        far.fence.after_launch({"x": Output(theirs, number)})
-    assert mine == theirs == [16, 32]
-    assert ONE.fence is None
+def test_strategies_over_the_same_devices_share_their_fence():
+    assert TWO.fence is rx.MirroredStrategy(["cpu:1", "cpu:0"]).fence
+    assert TWO.fence is not rx.MirroredStrategy(["cpu:2", "cpu:3"]).fence
+    assert ONE.fence.between_waits > 1_000_000
 
 
 def test_outputs_that_were_donated_are_not_waited_for():
-    waited, fence = [], Fence(8)
+    waited, fence = [], Fence(4)
     for number in range(1, 25):
         state = Output(waited, f"state {number}")
         fence.after_launch([Output(waited, number), state])
@@ -1129,7 +1233,7 @@ def test_outputs_that_were_donated_are_not_waited_for():
 
 
 def test_large_outputs_are_not_held():
-    waited, fence = [], Fence(8)
+    waited, fence = [], Fence(4)
     for number in range(1, 17):
         large = Output(waited, number)
         large.size = 1_000_000
@@ -1168,6 +1272,32 @@ def test_steps_run_without_jit_too():
         out = TWO.run(step, (ids(TWO, (3,)),))
     assert [v.tolist() for v in out[0].values] == [[2.0] * 3, [4.0] * 3]
     assert out[1].tolist() == [3.0] * 3
+
+
+def test_a_step_that_waits_for_another_strategys_thread_does_not_hang():
+    near = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    far, filled = rx.MirroredStrategy(["cpu:2", "cpu:3"]), queue.SimpleQueue()
+    steps, ones = 40, far.run(lambda: jnp.ones(3))
+
+    def step(w):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return w + jax.experimental.io_callback(
+            lambda: np.float32(filled.get(timeout=60)), shape
+        )
+
+    def fill():
+        for _ in range(2 * steps):  # one for each replica and step
+            far.run(lambda x: context().all_reduce("sum", x), (ones,))
+            filled.put(1.0)
+
+    thread = threading.Thread(target=fill, daemon=True)
+    w = near.run(lambda: context().replica_id_in_sync_group * 0.0)
+    options = rx.RunOptions(allow_divergence=True)
+    thread.start()
+    for _ in range(steps):
+        w = near.run(step, (w,), options=options)
+    thread.join(60)
+    assert sum(float(v) for v in w.values) == 2 * steps
 
 
 # -- the other strategies ------------------------------------------------------------
