@@ -69,7 +69,7 @@ class MirroredGuard:
         values = jax.tree.leaves(arguments, is_leaf=is_per_replica)
         known, diverged = len(seen.mirrored & seen.per_replica), []
         for leaf, value in zip(leaves, values, strict=True):
-            if leaf.kind is Kind.MIRRORED:
+            if leaf.kind in (Kind.MIRRORED, Kind.NUMBER):
                 seen.mirrored.add(leaf.name)
             elif leaf.kind is Kind.PER_REPLICA and not value.is_data:
                 seen.per_replica.add(leaf.name)

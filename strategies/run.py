@@ -209,9 +209,18 @@ class _StackFirst(Call):
                 else x
             ),
             (args, kwargs),
-            is_leaf=is_per_replica,
+            is_leaf=_is_kept_whole,
         )
         return self._runner.run(self._fn, args, kwargs, options)
+
+
+def _is_kept_whole(x: Any) -> bool:
+    """Whether ``x`` is a per-replica value, or an object that the step may write to."""
+    if "flax.nnx" not in sys.modules:
+        return is_per_replica(x)
+    from .nnx_variables import is_object
+
+    return is_per_replica(x) or is_object(x)
 
 
 def _has_loose_components(tree: Any) -> bool:

@@ -330,6 +330,34 @@ def test_objects_anywhere_in_args_and_kwargs_are_updated():
     assert [int(m.n.get_value()) for m in (a, b, c)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "components",
+    [
+        lambda n: list(range(n)),
+        lambda n: np.arange(n, dtype=np.float32),
+        lambda n: [jnp.float32(i) for i in range(n)],
+    ],
+    ids=["numbers", "numpy", "arrays"],
+)
+def test_objects_are_updated_beside_components_given_by_hand(strategy, components):
+    class Counter(nnx.Variable):
+        pass
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.calls = Counter(jnp.zeros(()))
+
+    def step(model, batch):
+        model.calls[...] += 1
+        return batch["x"] * 2
+
+    model = Counting()
+    x = rx.PerReplica(components(strategy.num_replicas_in_sync))
+    for calls in (1, 2, 3):
+        strategy.run(step, (model,), {"batch": {"x": x, "none": None}})
+        assert float(model.calls[...]) == calls
+
+
 def test_a_bare_variable_is_updated():
     v = nnx.Variable(jnp.array(1.0))
 

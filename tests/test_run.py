@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import functools
 import gc
-import queue
 import re
 import threading
 import warnings
@@ -813,6 +812,15 @@ def test_drift_is_found_though_the_step_captures_something_else_each_time():
             w = TWO.run(lambda w, x, i=i: w - i * x, (w, ids(TWO, (2,))))
 
 
+def test_drift_is_found_in_state_that_began_as_a_number():
+    def moving_average(average, x):
+        return {"m": 0.9 * average["m"] + 0.1 * x.mean()}
+
+    state = TWO.run(moving_average, ({"m": 0.0}, ids(TWO, (2,))))
+    with pytest.raises(rx.ReplicaDivergenceError, match=r"average\['m'\]"):
+        TWO.run(moving_average, (state, ids(TWO, (2,))))
+
+
 def test_drift_is_found_whichever_kind_came_first():
     def step(w):
         return w * 2
@@ -1274,30 +1282,23 @@ def test_steps_run_without_jit_too():
     assert out[1].tolist() == [3.0] * 3
 
 
-def test_a_step_that_waits_for_another_strategys_thread_does_not_hang():
-    near = rx.MirroredStrategy(["cpu:0", "cpu:1"])
-    far, filled = rx.MirroredStrategy(["cpu:2", "cpu:3"]), queue.SimpleQueue()
-    steps, ones = 40, far.run(lambda: jnp.ones(3))
+def test_other_strategies_may_launch_while_one_waits():
+    far, fence, sums = rx.MirroredStrategy(["cpu:2", "cpu:3"]), Fence(1), []
 
-    def step(w):
-        shape = jax.ShapeDtypeStruct((), jnp.float32)
-        return w + jax.experimental.io_callback(
-            lambda: np.float32(filled.get(timeout=60)), shape
-        )
+    def launch_elsewhere():
+        sums.append(float(far.run(sum_step, (ids(far),))))
 
-    def fill():
-        for _ in range(2 * steps):  # one for each replica and step
-            far.run(lambda x: context().all_reduce("sum", x), (ones,))
-            filled.put(1.0)
+    class Slow(Output):
+        def block_until_ready(self):
+            thread = threading.Thread(target=launch_elsewhere, daemon=True)
+            thread.start()
+            thread.join(60)
+            super().block_until_ready()
 
-    thread = threading.Thread(target=fill, daemon=True)
-    w = near.run(lambda: context().replica_id_in_sync_group * 0.0)
-    options = rx.RunOptions(allow_divergence=True)
-    thread.start()
-    for _ in range(steps):
-        w = near.run(step, (w,), options=options)
-    thread.join(60)
-    assert sum(float(v) for v in w.values) == 2 * steps
+    waited = []
+    for number in (1, 2):
+        fence.after_launch([Slow(waited, number)])
+    assert (waited, sums) == ([1], [5.0])
 
 
 # -- the other strategies ------------------------------------------------------------
