@@ -36,7 +36,7 @@ def check_reducible(dtype: Any, op: ReduceOp) -> None:
     """
     if dtype == jnp.bool_ or not jnp.issubdtype(dtype, jnp.number):
         is_bool = dtype == jnp.bool_
-        hint = " Cast it first, e.g. `x.astype(jnp.int32)`." if is_bool else ""
+        hint = " Cast it in the step, e.g. `x.astype(jnp.int32)`." if is_bool else ""
         raise TypeError(f"{op.name} needs numbers. Got values of dtype {dtype}.{hint}")
 
 
