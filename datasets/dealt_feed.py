@@ -46,28 +46,37 @@ class DealtFeed:
         self._sources = sources
         self._num_replicas = num_replicas
         self._remainder = options.remainder
-        if self._remainder == "error":
+        if self._remainder != "pad":
             self._check()
 
     def _check(self) -> None:
         """Refuses, before the first batch, what is known not to work."""
         whole, rest = self._rounds()
+        if self._remainder == "drop":
+            if whole == 0 and rest:
+                raise all_left_out_error(self._num_replicas, "the only round")
+            return
         if rest:
             raise missing_error(rest, self._num_replicas, f"Round {whole}")
-        known = [source.sizes for source in self._sources if source.sizes is not None]
-        if whole <= 0 or len(known) < len(self._sources):
+        if whole in (0, UNKNOWN_CARDINALITY):
             return
-        counts = [
-            {rows: n * (source.num_epochs or 0) for rows, n in sizes.items()}
-            for source, sizes in zip(self._sources, known, strict=True)
-        ]
+        counts = [_counts_of(source) for source in self._sources if source.sizes]
+        if len(counts) < len(self._sources):
+            return
         if len(counts) == 1:
-            uneven = any(n % self._num_replicas for n in counts[0].values())
+            uneven = self._is_uneven(self._sources[0], counts[0])
         else:
-            uneven = any(count != counts[0] for count in counts)
+            uneven = any(_differ(count, counts[0]) for count in counts)
         if uneven:
             sizes = sorted({rows for count in counts for rows in count})
             raise surely_unequal_error(sizes, self._num_replicas)
+
+    def _is_uneven(self, source: Source, counts: Mapping[int, int]) -> bool:
+        """Whether a round of one source's batches surely has unequal rows."""
+        if source.batch_size is not None:
+            # Each epoch ends with its smaller batch, beside a full one in some round.
+            return len(counts) > 1 and self._num_replicas > 1
+        return any(n % self._num_replicas for n in counts.values())
 
     def _rounds(self) -> tuple[int, int]:
         """How many rounds are whole, and how many batches the last one has."""
@@ -124,6 +133,18 @@ class DealtFeed:
         return {"rounds": 0, "largest": 0, "sources": [None] * len(self._sources)}
 
 
+def _counts_of(source: Source) -> dict[int, int]:
+    """The batches of one iteration by their rows; of an endless one, of an epoch."""
+    epochs = 1 if source.num_epochs is None else source.num_epochs
+    return {rows: n * epochs for rows, n in (source.sizes or {}).items()}
+
+
+def _differ(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
+    """Whether two sources surely have unequal rows in some round of as many rounds."""
+    alike = len(one) == 1 and one.keys() == other.keys()
+    return not alike and one != other
+
+
 class _Dealt(Iterator[Any]):
     """The rounds of one iteration over batches of one replica."""
 
@@ -134,27 +155,43 @@ class _Dealt(Iterator[Any]):
         self._batches = batches
         self._number = at["rounds"]
         self._largest = at["largest"]
+        # A position past the start is one after a round that was not left out.
+        self._delivered = at["rounds"] > 0
+        self._came = False
 
     def __next__(self) -> Any:
-        remainder = self._feed._remainder
         for _ in range(MOST_LEFT_OUT):
             parts = self._deal()
             if not parts:
-                raise StopIteration
-            if remainder == "pad":
-                return join_batches(self._padded(parts))
-            rows = [batch_rows(part) for part in parts.values()]
-            missing = len(rows) < self._feed._num_replicas
-            if not missing and len(set(rows)) == 1:
-                return join_batches(list(parts.values()))
-            if remainder == "error":
-                which = f"Round {self._number - 1}"
-                if missing:
-                    raise missing_error(len(rows), self._feed._num_replicas, which)
-                raise unequal_error(rows, which)
-            if missing:
-                raise StopIteration
-        raise all_left_out_error(self._feed._num_replicas)
+                break
+            batch = self._fitted(parts)
+            if batch is not None:
+                self._delivered = True
+                return batch
+            if len(parts) < self._feed._num_replicas:
+                break
+        else:
+            which = f"{MOST_LEFT_OUT} rounds of batches in a row"
+            raise all_left_out_error(self._feed._num_replicas, which)
+        if self._came and not self._delivered:
+            raise all_left_out_error(self._feed._num_replicas, "every round")
+        raise StopIteration
+
+    def _fitted(self, parts: dict[int, Any]) -> Any | None:
+        """The round's batches as one, made to fit; ``None`` if it is left out."""
+        num_replicas, remainder = self._feed._num_replicas, self._feed._remainder
+        if remainder == "pad":
+            return join_batches(self._padded(parts))
+        rows = [batch_rows(part) for part in parts.values()]
+        missing = len(rows) < num_replicas
+        if not missing and len(set(rows)) == 1:
+            return join_batches(list(parts.values()))
+        if remainder == "drop":
+            return None
+        which = f"Round {self._number - 1}"
+        if missing:
+            raise missing_error(len(rows), num_replicas, which)
+        raise unequal_error(rows, which)
 
     def _deal(self) -> dict[int, Any]:
         """A batch for each replica, without those for which none is left."""
@@ -167,6 +204,7 @@ class _Dealt(Iterator[Any]):
                 # The next batch may be made in the memory of this one.
                 parts[replica] = part if sources[turn].private else own_rows(part)
                 break
+        self._came = self._came or bool(parts)
         return parts
 
     def _padded(self, parts: dict[int, Any]) -> list[Any]:

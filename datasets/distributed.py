@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from .feeds import Feed
 from .input_context import InputContext, contexts_of_replicas
 from .optional import Optional
 from .options import InputOptions, InputReplicationMode
-from .prefetch import Prefetched
+from .prefetch import OnDemand, Prefetched
 from .shapes import ShapeWatch
 from .sharding import check_workers
 from .sources import INFINITE_CARDINALITY, Batches, Source, as_source, close
@@ -169,7 +170,10 @@ class DistributedDataset:
         self._shapes = ShapeWatch()
 
     def __iter__(self) -> DistributedIterator:
-        """Starts a new iteration: for ``from_arrays``, a new epoch."""
+        """Returns a new iteration: for ``from_arrays``, a new epoch.
+
+        It starts when its first element or its state is asked for.
+        """
         return DistributedIterator(self)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -283,6 +287,12 @@ class DistributedDataset:
 class DistributedIterator(Iterator[Any]):
     """Iterates over the elements of a :class:`DistributedDataset`.
 
+    The dataset is started when the first element or the state is asked for, so that
+    ``set_state`` on a new iterator starts it once, at the right place. Several threads
+    may share an iterator. An interrupt (Ctrl-C) while it waits for an element that is
+    prepared in the background loses nothing. After an error in the pipeline, asking for
+    more raises ``RuntimeError``; ``iterator.set_state(iterator.get_state())`` goes on.
+
     Dropping the last reference to it ends its background thread; so does ``close``, and
     leaving it as a context manager.
 
@@ -292,18 +302,32 @@ class DistributedIterator(Iterator[Any]):
 
     def __init__(self, dataset: DistributedDataset):
         self._dataset = dataset
-        self._go(dataset._feed.start())
+        self._ready: OnDemand | Prefetched | None = None
+        self._state: Any = None
+        self._held: Any = None
+        # Of those who take elements only, never of a finalizer. Reentrant, since a
+        # signal's handler may ask for the state, or close.
+        self._lock = threading.RLock()
 
-    def _go(self, rounds: Batches) -> None:
-        self._state = rounds.get_state()
-        self._ready: Any = _placed(rounds, self._dataset._place)
-        next(self._ready)
-        if prefetch := self._dataset._options.prefetch:
-            self._ready = Prefetched(self._ready, prefetch)
+    def _go(self, rounds: Batches) -> OnDemand | Prefetched:
+        self._held, self._state = None, rounds.get_state()
+        placed = _placed(rounds, self._dataset._place)
+        next(placed)
+        prefetch = self._dataset._options.prefetch
+        self._ready = Prefetched(placed, prefetch) if prefetch else OnDemand(placed)
+        return self._ready
 
     def __next__(self) -> Any:
-        self._state, element = next(self._ready)
-        return element
+        with self._lock:
+            ready = self._ready or self._go(self._dataset._feed.start())
+            # An interrupt up to here leaves all as it was, and from here on the element
+            # is held for the next call, until the step that also moves the state.
+            if self._held is None:
+                self._held = ready.peek()
+            ready.take(self._held)
+            state, element = self._held
+            self._state, self._held = state, None
+            return element
 
     def get_next(self) -> Any:
         """Returns the next element.
@@ -353,6 +377,13 @@ class DistributedIterator(Iterator[Any]):
           >>> next(iterator).array.tolist() == expected
           True
         """
+        if self._state is None:
+            with self._lock:
+                closed = self._ready is not None
+                if self._state is None:
+                    self._go(self._dataset._feed.start())
+                    if closed:
+                        self.close()
         return self._state
 
     def set_state(self, state: Any) -> None:
@@ -371,13 +402,29 @@ class DistributedIterator(Iterator[Any]):
         """
         if state is None:
             raise ValueError("set_state() takes what get_state() returned. Got None.")
-        rounds = self._dataset._feed.start(state)
-        self.close()
-        self._go(rounds)
+        with self._lock:
+            rounds = self._dataset._feed.start(state)
+            try:
+                if self._ready is not None:
+                    self._ready.close()
+            finally:
+                self._go(rounds)
 
     def close(self) -> None:
-        """Ends the iteration and frees what was prepared. May be called twice."""
-        self._ready.close()
+        """Ends the iteration and frees what was prepared. May be called twice.
+
+        Waits for the element that is being made, if any. What the dataset's own end
+        raises (the ``finally`` of a generator) is raised here.
+        """
+        if self._ready is not None:
+            self._ready.stop()
+            if self._ready.runs_here:
+                return  # called by the pipeline, which cannot wait for its own end
+        with self._lock:
+            self._held = None
+            if self._ready is None:
+                self._ready = OnDemand(iter(()))
+            self._ready.close()
 
     def __enter__(self) -> DistributedIterator:
         return self

@@ -28,15 +28,16 @@ class InputOptions:
 
     Args:
       prefetch: How many batches may wait on their devices before they are asked for.
-        A background thread prepares them. ``0`` prepares each batch when it is asked
-        for, in the caller's thread.
+        A background thread prepares them, from the first one asked for on. ``0``
+        prepares each batch when it is asked for, in the caller's thread.
       remainder: What happens to a batch whose rows do not divide by the number of
         replicas. A smaller batch that *does* divide is always passed on as it is, save
         under ``"pad"``.
 
         - ``"error"`` raises ``UnevenBatchError``: when the dataset is distributed if
           its length is known, else when the batch comes.
-        - ``"drop"`` leaves the whole batch out, as ``drop_remainder=True`` does.
+        - ``"drop"`` leaves the whole batch out, as ``drop_remainder=True`` does. That
+          no batch is left raises ``UnevenBatchError``.
         - ``"pad"`` fills every batch with zeros up to one static size (that of the
           first batch, rounded up to a multiple of the replicas) and adds a float32 mask
           to every batch: 1 for a row, 0 for filler. A ``dict`` receives it as the key

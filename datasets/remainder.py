@@ -49,6 +49,7 @@ def pad_batch(batch: Any, rows: int, size: int) -> Any:
     if place == MASK:
         batch = batch.copy()
         batch[MASK] = mask
+        _check_keys(batch)
         return batch
     return (*batch, mask)
 
@@ -74,20 +75,31 @@ def _place_of_mask(batch: Any) -> str | int:
     )
 
 
+def _check_keys(batch: Any) -> None:
+    try:
+        jax.tree.structure(batch)
+    except ValueError:
+        keys = ", ".join(repr(key) for key in batch if key is not MASK)
+        raise ValueError(
+            f'remainder="pad" adds its mask to a batch as the key {MASK!r}, and JAX '
+            f"cannot sort that among this batch's keys: {keys}. Make them strings."
+        ) from None
+
+
 def uneven_error(rows: int, num_replicas: int, which: str) -> UnevenBatchError:
     """The error for a batch that does not divide.
 
     Args:
       rows: The rows of the batch.
       num_replicas: The replicas.
-      which: The subject of the message, for example ``"Batch 3"``.
+      which: How the message begins, for example ``"Batch 3 has"``.
 
     Returns:
       The error, to be raised.
     """
     amount = "1 row" if rows == 1 else f"{rows} rows"
     return UnevenBatchError(
-        f"{which} has {amount}, which cannot be divided evenly over {num_replicas} "
+        f"{which} {amount}, which cannot be divided evenly over {num_replicas} "
         f"replicas (remainder {rows % num_replicas}). Choose a global batch size that "
         f"{num_replicas} divides; or "
         'InputOptions(remainder="drop") to leave out batches that do not divide; or '
@@ -100,12 +112,20 @@ MOST_LEFT_OUT = 1000
 """With ``"drop"``, how many batches in a row are left out before that is an error."""
 
 
-def all_left_out_error(num_replicas: int) -> UnevenBatchError:
-    """The error for a dataset, perhaps endless, of which nothing would ever come."""
+def all_left_out_error(num_replicas: int, which: str) -> UnevenBatchError:
+    """The error for a dataset of which ``"drop"`` leaves nothing.
+
+    Args:
+      num_replicas: The replicas.
+      which: What is left out, for example ``"all 3 batches"``.
+
+    Returns:
+      The error, to be raised.
+    """
     return UnevenBatchError(
-        f'remainder="drop" has left out {MOST_LEFT_OUT} batches in a row, because '
-        f"their rows do not divide by {num_replicas} replicas. "
-        f"Choose a batch size that {num_replicas} divides, or "
+        f'remainder="drop" leaves out {which}, because they cannot be divided evenly '
+        f"over {num_replicas} replicas. Choose a batch size (and a number of batches, "
+        f"where they are dealt out) that {num_replicas} divides; or "
         'InputOptions(remainder="pad").'
     )
 
@@ -157,15 +177,18 @@ def check_sizes(
 
     Raises:
       UnevenBatchError: With ``"error"``, a batch does not divide; with ``"drop"``, no
-        full batch divides, so that nothing would be left.
+        full batch divides, or none at all, so that nothing would be left.
     """
     uneven = [rows for rows in sizes if rows % num_replicas]
     if remainder == "error" and uneven:
         rows = uneven[0]
         count, total = sizes[rows], sum(sizes.values())
-        which = "Each batch" if count == total else f"A batch ({count} of {total})"
-        if full is not None and rows != full:
-            which = f"The last batch (of {total})"
+        have = "has" if count == 1 else "have"
+        which = f"{count} of {total} batches {have}"
+        if count == total:
+            which = "Each batch has"
+        elif full is not None and rows != full:
+            which = f"The last batch (of {total}) has"
         raise uneven_error(rows, num_replicas, which)
     if remainder == "drop" and full in uneven:
         raise UnevenBatchError(
@@ -174,6 +197,10 @@ def check_sizes(
             "every full batch. Choose a global batch size that "
             f'{num_replicas} divides, or InputOptions(remainder="pad").'
         )
+    if remainder == "drop" and uneven and len(uneven) == len(sizes):
+        total = sum(sizes.values())
+        which = "the only batch" if total == 1 else f"all {total} batches"
+        raise all_left_out_error(num_replicas, which)
 
 
 def steps(sizes: Mapping[int, int], num_replicas: int, remainder: str) -> int:

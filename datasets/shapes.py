@@ -13,7 +13,7 @@ _MANY = 8
 
 
 class ShapeWatch:
-    """Counts the shapes of a dataset's batches, and warns once when they are many."""
+    """Counts shapes and structures of batches, and warns once when they are many."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
@@ -31,11 +31,26 @@ class ShapeWatch:
         seen = self._seen.setdefault(treedef, set())
         seen.add(tuple(leaf.shape[1:] for leaf in leaves))
         if len(seen) >= _MANY:
-            self._warned = True
-            warnings.warn(_message(treedef, seen), stacklevel=2)
+            self._warn(_many_shapes(treedef, seen))
+        elif len(self._seen) >= _MANY:
+            self._warn(_many_structures(list(self._seen)))
+
+    def _warn(self, message: str) -> None:
+        self._warned = True
+        self._seen.clear()
+        warnings.warn(message, stacklevel=3)
 
 
-def _message(treedef: Any, seen: set[Any]) -> str:
+def _many_structures(treedefs: Sequence[Any]) -> str:
+    first, last = treedefs[0], treedefs[-1]
+    return (
+        f"The batches of a replica came in {_MANY} structures so far, and a step is "
+        f"compiled for each of them (the first: {first}; the latest: {last}). Give all "
+        "batches the same keys and nesting."
+    )
+
+
+def _many_shapes(treedef: Any, seen: set[Any]) -> str:
     numbered = treedef.unflatten(range(treedef.num_leaves))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
     changing = [

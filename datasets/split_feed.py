@@ -129,15 +129,21 @@ class _Split(Iterator[Any]):
         self._batches = batches
         self._number = at["batches"]
         self._largest = max(at["largest"], feed._least)
+        # A position past the start is one after a batch that was not left out.
+        self._delivered = at["batches"] > 0
 
     def __next__(self) -> Any:
-        for left_out, batch in enumerate(self._batches):
+        parts = self._feed._parts
+        for left_out, batch in enumerate(self._batches, start=1):
             batch = self._fitted(as_host_batch(batch))
             self._number += 1
             if batch is not None:
+                self._delivered = True
                 return batch
-            if left_out == MOST_LEFT_OUT - 1:
-                raise all_left_out_error(self._feed._parts)
+            if left_out == MOST_LEFT_OUT:
+                raise all_left_out_error(parts, f"{left_out} batches in a row")
+        if self._number and not self._delivered:
+            raise all_left_out_error(parts, f"every batch ({self._number} came)")
         raise StopIteration
 
     def _fitted(self, batch: Any) -> Any | None:
@@ -153,7 +159,7 @@ class _Split(Iterator[Any]):
             return part if feed._source.private else own_rows(part)
         if feed._remainder == "drop":
             return None
-        raise uneven_error(rows, feed._parts, f"Batch {self._number}")
+        raise uneven_error(rows, feed._parts, f"Batch {self._number} has")
 
     def _part(self, batch: Any, rows: int) -> Any:
         """Our rows of a batch that divides."""

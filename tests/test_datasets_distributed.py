@@ -131,7 +131,7 @@ def test_one_shot_iterator_silently_empty_the_second_time():
     dataset = distribute(batches())
     assert len(list(dataset)) == 2
     with pytest.raises(RuntimeError, match="iterated only once"):
-        iter(dataset)
+        next(iter(dataset))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_other_things_are_refused():
     with pytest.raises(TypeError, match="iterable of global batches"):
         distribute(42)
     with pytest.raises(TypeError, match="must return an iterable"):
-        iter(distribute(lambda: 42))
+        next(iter(distribute(lambda: 42)))
     with pytest.raises(TypeError, match="distributed already"):
         distribute(distribute([np.arange(4)]))
     with pytest.raises(TypeError, match="InputOptions"):
@@ -228,13 +228,44 @@ def test_dropping_leaves_out_whole_batches_only(num_rows, batch_size, n):
         with pytest.raises(UnevenBatchError, match="every full batch"):
             distribute(source, n, remainder="drop")
         source = list(source)
+    rows = range(0, num_rows, batch_size)
+    chunks = [list(range(i, min(i + batch_size, num_rows))) for i in rows]
+    kept = [chunk for chunk in chunks if len(chunk) % n == 0]
+    if chunks and not kept:
+        with pytest.raises(UnevenBatchError, match=r"leaves out (the only|all)"):
+            distribute(source, n, remainder="drop")
+        return
     dataset = distribute(source, n, remainder="drop", prefetch=0)
-    out = [gathered(batch).tolist() for batch in dataset]
-    chunks = [
-        list(range(num_rows))[i : i + batch_size] for i in range(0, 40, batch_size)
-    ]
-    assert out == [chunk for chunk in chunks if chunk and len(chunk) % n == 0]
-    assert len(dataset) == len(out)
+    assert [gathered(batch).tolist() for batch in dataset] == kept
+    assert len(dataset) == len(kept)
+
+
+def dealt_in_unequal_rounds(**options):
+    return distribute_from_function(
+        lambda context: lambda: iter([np.zeros(2), np.zeros(3)] * 2),
+        mesh_of(2),
+        InputOptions(remainder="drop", **options),
+    )
+
+
+def split_unevenly(**options):
+    return distribute(lambda: iter([np.arange(3)] * 2), remainder="drop", **options)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("make", [dealt_in_unequal_rounds, split_unevenly])
+def test_dropping_everything_is_an_error_not_an_empty_epoch(make, prefetch):
+    with pytest.raises(UnevenBatchError, match="leaves out every"):
+        list(make(prefetch=prefetch))
+
+
+def test_dropping_the_only_round_is_known_beforehand():
+    with pytest.raises(UnevenBatchError, match="leaves out the only round"):
+        distribute_from_function(
+            lambda context: from_arrays(np.arange(10)).batch(5),
+            mesh_of(3),
+            InputOptions(remainder="drop"),
+        )
 
 
 @quick
@@ -469,7 +500,7 @@ def test_an_endless_dataset_of_which_nothing_divides_ends_in_an_error():
     dealt = distribute_from_function(
         of_unequal_rows, mesh_of(2), InputOptions(remainder="drop")
     )
-    with pytest.raises(UnevenBatchError, match="1000 batches in a row"):
+    with pytest.raises(UnevenBatchError, match="1000 rounds of batches in a row"):
         next(iter(dealt))
 
 
@@ -518,6 +549,8 @@ def test_never_more_than_the_stated_number_ahead(prefetch):
             yield np.arange(2)
 
     iterator = iter(distribute(source, prefetch=prefetch))
+    assert not made[0].is_set()
+    iterator.get_state()  # starts it
     for taken in range(3):
         if taken:
             next(iterator)
@@ -552,8 +585,9 @@ def test_an_exception_arrives_late_or_without_its_traceback(prefetch):
     with pytest.raises(KeyError, match="row 17") as info:
         next(iterator)
     assert "broken_pipeline" in [f.name for f in traceback.extract_tb(info.tb)]
-    with pytest.raises(StopIteration):
-        next(iterator)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"stopped with KeyError: 'row 17'"):
+            next(iterator)
     wait_for_prefetch_threads_to_end()
 
 

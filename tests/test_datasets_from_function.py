@@ -120,7 +120,7 @@ def test_a_plain_iterator_is_only_gone_through_once():
     dataset = distribute(dataset_fn)
     assert len(list(dataset)) == 1
     with pytest.raises(RuntimeError, match="iterated only once"):
-        iter(dataset)
+        next(iter(dataset))
 
 
 # -- dealing -------------------------------------------------------------------------
@@ -489,3 +489,8 @@ def test_not_inside_of_a_step(two):
 
     with pytest.raises(rx.ContextError, match="distribute_datasets_from_function"):
         two.run(step, (1.0,))
+
+
+def test_an_uneven_round_across_epochs_is_known_beforehand():
+    with pytest.raises(UnevenBatchError, match="batches of 4 and 8 rows"):
+        distribute(lambda _: from_arrays(np.arange(20)).batch(8).repeat(2))

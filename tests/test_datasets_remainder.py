@@ -63,7 +63,7 @@ def test_a_batch_without_a_place_for_the_mask_names_the_two_forms(batch):
 
 
 def test_the_error_states_rows_replicas_remainder_and_choices():
-    text = str(uneven_error(5, 2, "Batch 3"))
+    text = str(uneven_error(5, 2, "Batch 3 has"))
     for part in ("Batch 3", "5 rows", "2 replicas", "remainder 1", "drop", "pad"):
         assert part in text
 
@@ -74,7 +74,7 @@ def test_known_sizes_are_checked_beforehand():
     check_sizes({9: 3, 3: 1}, 4, "pad", 9)
     with pytest.raises(UnevenBatchError, match=r"The last batch \(of 4\) has 3 rows"):
         check_sizes({8: 3, 3: 1}, 4, "error", 8)
-    with pytest.raises(UnevenBatchError, match=r"A batch \(3 of 4\) has 9"):
+    with pytest.raises(UnevenBatchError, match="3 of 4 batches have 9"):
         check_sizes({9: 3, 4: 1}, 4, "error", 9)
 
 
@@ -197,3 +197,8 @@ def test_strings_gathered_back_are_in_their_order():
     )
     mask = np.asarray(strategy.gather(batch["mask"]))
     assert strategy.gather(batch["name"])[mask == 1].tolist() == names.tolist()
+
+
+def test_keys_that_the_mask_cannot_be_sorted_among_are_named():
+    with pytest.raises(ValueError, match=r"cannot sort that among .* keys: 1, 2"):
+        pad_batch({1: np.zeros(3), 2: np.zeros(3)}, 3, 4)

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh
 from replicax.datasets import InputOptions, from_arrays
 from replicax.datasets.distributed import distribute_dataset
+from replicax.datasets.shapes import ShapeWatch
 
 
 def distribute(dataset, n=2, **options):
@@ -99,3 +100,12 @@ def test_the_structure_that_has_many_shapes_is_the_one_named():
 
     with pytest.warns(UserWarning, match=r"batch\['text'\]: \(2, 1\)"):
         list(distribute(source))
+
+
+def test_structures_that_keep_changing_are_noticed_and_forgotten():
+    watch = ShapeWatch()
+    with pytest.warns(UserWarning, match="8 structures so far"):
+        for number in range(100):
+            batch = {f"key{number}": np.zeros([2, 3])}
+            watch.note(jax.tree.structure(batch), list(batch.values()))
+    assert not watch._seen
