@@ -7,6 +7,7 @@ become, and what is known of them beforehand. ``sources`` makes a source of that
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import dataclasses
 import json
@@ -121,7 +122,10 @@ class OwnState(Iterator[Any]):
     def of(cls, batches: Any, state: Any, *convert: Callable[[Any], Any]) -> OwnState:
         """Takes an iterator with ``get_state`` and ``set_state``, from a state on."""
         if state is not None:
-            batches.set_state(from_plain(state))
+            own = from_plain(state)
+            with _refusing(state):
+                _check_like(own, batches.get_state())
+                batches.set_state(own)
         return cls(batches, batches.get_state, *convert)
 
     def __next__(self) -> Any:
@@ -164,15 +168,46 @@ def from_plain(plain: Any) -> Any:
     """
     kinds = list(plain) if isinstance(plain, Mapping) else []
     if len(kinds) != 1 or kinds[0] not in ("plain", "bytes", "pickle"):
-        raise ValueError(
-            "This is not a state of this kind of dataset. Pass what get_state() "
-            f"returned. Got {plain!r}."
-        )
+        raise _no_state(plain)
     kind, data = kinds[0], plain[kinds[0]]
     if kind == "plain":
         return copy.deepcopy(data)
-    data = base64.b64decode(data)
-    return data if kind == "bytes" else pickle.loads(data)
+    with _refusing(plain):
+        data = base64.b64decode(data, validate=True)
+        return data if kind == "bytes" else pickle.loads(data)
+
+
+def _no_state(state: Any) -> ValueError:
+    return ValueError(
+        "This is not a state of this kind of dataset. Pass what get_state() returned. "
+        f"Got {state!r}."
+    )
+
+
+@contextlib.contextmanager
+def _refusing(state: Any) -> Iterator[None]:
+    """Says of whatever a library raises that it is about a state."""
+    try:
+        yield
+    except Exception as error:
+        raise _no_state(state) from error
+
+
+def _check_like(state: Any, other: Any) -> None:
+    """Compares a state with another one of its kind, as far as those are alike.
+
+    Libraries take some wrong states as they are, and fail when they read, or worse.
+
+    Raises:
+      TypeError: An entry is missing, or something else where a whole number belongs.
+    """
+    if isinstance(other, Mapping):
+        if not isinstance(state, Mapping) or not other.keys() <= state.keys():
+            raise TypeError(f"The entries {list(other)} are wanted. Got {state!r}.")
+        for name in other:
+            _check_like(state[name], other[name])
+    elif type(other) is int and type(state) is not int and state is not None:
+        raise TypeError(f"A whole number is wanted. Got {state!r}.")
 
 
 # -- grain ---------------------------------------------------------------------------
@@ -235,9 +270,14 @@ def _from_ragged(leaf: Any) -> Any:
 
 def _torch_loader(loader: Any) -> Adapted:
     def resume(state: Any) -> OwnState:
-        if state is not None:
-            loader.load_state_dict(from_plain(state))
-        return OwnState(iter(loader), loader.state_dict, _from_torch)
+        batches = iter(loader) if state is None else restored(state)
+        return OwnState(batches, loader.state_dict, _from_torch)
+
+    def restored(state: Any) -> Iterator[Any]:
+        own = from_plain(state)
+        with _refusing(state):
+            loader.load_state_dict(own)
+            return iter(loader)
 
     stateful = _has(loader, "state_dict", "load_state_dict")
     sizes = _torch_sizes(loader)

@@ -78,7 +78,7 @@ def join_batches(parts: Sequence[Any]) -> Any:
     leaves = []
     for same in zip(*flat, strict=True):
         arrays = [leaf for _, leaf in same]
-        kinds = {(_kind(a.dtype), a.shape[1:]) for a in arrays}
+        kinds = {(kind_of(a.dtype), a.shape[1:]) for a in arrays}
         if len(kinds) > 1:
             name = "batch" + jax.tree_util.keystr(same[0][0])
             found = " and ".join(sorted(f"{d}{list(s)}" for d, s in kinds))
@@ -90,8 +90,8 @@ def join_batches(parts: Sequence[Any]) -> Any:
     return structures.pop().unflatten(leaves)
 
 
-def _kind(dtype: np.dtype) -> Any:
-    # The dtype of strings is as long as the longest of them.
+def kind_of(dtype: np.dtype) -> Any:
+    """What must be the same in arrays that are put together: strings may be longer."""
     return dtype if is_numeric(dtype) else dtype.kind
 
 

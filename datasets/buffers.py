@@ -18,7 +18,9 @@ _ALIGNMENT = 64
 
 def is_numeric(dtype: np.dtype) -> bool:
     """Whether JAX can hold values of ``dtype``; strings and objects it cannot."""
-    if dtype.kind == "m":  # numpy counts time differences among the integers
+    widest = 16 if dtype.kind == "c" else 8
+    # numpy counts time differences among the integers, and has longer floats.
+    if dtype.kind == "m" or dtype.itemsize > widest:
         return False
     return jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
 
@@ -48,7 +50,16 @@ def take_rows(array: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:
 
     Returns:
       Shape ``[number of rows asked for, ...]``.
+
+    Raises:
+      IndexError: An index is negative, or beyond the end.
     """
+    if not isinstance(rows, slice) and len(rows):
+        first, last = int(rows.min()), int(rows.max())
+        if first < 0 or last >= len(array):
+            raise IndexError(
+                f"Rows {first} to {last} were asked for, of an array of {len(array)}."
+            )
     if not is_numeric(array.dtype):
         return array[rows].copy() if isinstance(rows, slice) else array[rows]
     if isinstance(rows, slice):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -145,6 +146,11 @@ class RowsDataset(ABC):
         return True
 
     @property
+    def keeps_sizes(self) -> bool:
+        """Whether each batch has as many rows as were grouped."""
+        return True
+
+    @property
     def batches_per_epoch(self) -> int:
         """The elements of one epoch: batches, or rows when there is no batch size."""
         full, rest = divmod(self.num_rows, self._batch_size or 1)
@@ -240,7 +246,7 @@ class RowsIterator(Iterator[Any]):
           state: What ``get_state`` returned, for a dataset that is made alike.
 
         Raises:
-          ValueError: It is the state of another dataset.
+          ValueError: It is the state of another dataset, or beyond its end.
         """
         state = position(state, self.get_state())
         here = repr(self._dataset)
@@ -250,8 +256,25 @@ class RowsIterator(Iterator[Any]):
                 f"{state['dataset']}. This one is {here}: rows, seed, batch size "
                 "and epochs must be the same for the order to be the same."
             )
+        self._refuse_beyond(state["iteration"], state["position"])
         self._begin(state["iteration"], state["position"])
         self._dataset._iterations.next = state["iteration"] + 1
+
+    def _refuse_beyond(self, iteration: int, position: int) -> None:
+        dataset = self._dataset
+        per_epoch, epochs = dataset.batches_per_epoch, dataset.num_epochs
+        if epochs is None:
+            last = sys.maxsize if per_epoch else 0
+        else:
+            last = per_epoch * epochs
+        # Elements are counted through all iterations, and no sequence is longer.
+        most = sys.maxsize // max(1, per_epoch * (epochs or 1)) - 1
+        if position > last or iteration > most:
+            raise ValueError(
+                "This is not a state of this dataset: it stands at position "
+                f"{position} of iteration {iteration}. An iteration of {dataset!r} "
+                f"ends at position {last}, and the last iteration is {most}."
+            )
 
 
 def as_integer(what: str, value: Any, *, at_least: int) -> int:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from .chain import RowsDataset, RowsIterator, as_integer
-from .records import FileRows, NpzRows, TextRows, array_record_rows, stack_rows
+from .file_rows import CountedFile, FileRows
+from .records import ArrayRecordRows, NpzRows, TextRows, stack_rows
 
 _OPENERS: dict[str, Callable[[str], Any]] = {
-    "array_record": array_record_rows,
+    "array_record": ArrayRecordRows,
     "npz": NpzRows,
     "text": TextRows,
 }
@@ -31,27 +33,34 @@ def from_files(
 ) -> FileDataset:
     """Makes a dataset of the rows in some files. Needs the library grain.
 
+    Leave the files as they are while the dataset is in use: one that was written to
+    since is refused when it is opened. Few files are open at a time.
+
     Args:
       files: A path, a pattern as ``glob`` has them, or a list of both. The files of a
         pattern are sorted.
       format: What the files are:
 
         - ``"npz"``: arrays of shape ``[num_rows, ...]``, equally many rows in each. A
-          row is a dict. Only what a batch needs is read, unless it is compressed.
+          row is a dict. Only what a batch needs is read. Compressed files are read
+          whole: one after the other; but if the rows are shuffled, each file that was
+          read stays in memory until the iteration ends, in the end the whole dataset.
         - ``"array_record"``: a row is the ``bytes`` of a record.
         - ``"text"``: UTF-8 lines. A row is a ``str``.
         - a function that is called with a path and returns a sequence of rows: an
-          object with ``len`` and ``[index]``.
+          object with ``len`` and ``[index]``. If the rows are shuffled, the objects
+          are kept until the iteration ends.
         - ``None``: decided by the ending: ``.npz``, ``.array_record``, ``.arrayrecord``
-          or ``.txt``.
+          or ``.txt``, in capitals too.
 
     Returns:
       A :class:`FileDataset`. Its elements are single rows until it is batched.
 
     Raises:
       FileNotFoundError: A path does not exist, or a pattern matches no file.
-      ValueError: There is no file, the format is not known, or the files hold different
-        arrays.
+      TypeError: ``files`` are no paths, or a format function returns no rows.
+      ValueError: There is no file, a path is a folder, the format is not known, a file
+        is not of the format, or the files hold different arrays.
       ImportError: grain is not installed.
 
     Example:
@@ -65,25 +74,36 @@ def from_files(
       ...     [batch["x"].tolist() for batch in dataset]
       [[0, 1, 2, 3], [4, 5]]
     """
+    importlib.import_module(".grains", __package__)  # refused here if it is missing
     paths = _resolved(files)
     open_file = _opener(paths, format)
-    counts, specs = [], {}
-    for path in paths:
-        opened = open_file(path)
-        counts.append(len(opened))
-        specs.setdefault(repr(getattr(opened, "spec", None)), path)
+    counted = tuple(CountedFile.of(path, open_file) for path in paths)
+    specs: dict[str, str] = {}
+    for file in counted:
+        specs.setdefault(repr(file.spec), file.path)
     if len(specs) > 1:
         found = "; ".join(f"{path}: {spec}" for spec, path in specs.items())
         raise ValueError(
             f"All files must hold arrays of the same names, dtypes and shapes of a "
             f"row. Got {found}."
         )
-    return FileDataset(tuple(paths), open_file, tuple(counts))
+    return FileDataset(counted, open_file)
 
 
 def _resolved(files: Any) -> list[str]:
-    listed = [files] if isinstance(files, str | os.PathLike) else list(files)
-    paths = [path for item in listed for path in _matching(os.fspath(item))]
+    one = isinstance(files, str | os.PathLike)
+    listed = [files] if one or not isinstance(files, Iterable) else list(files)
+    if isinstance(files, bytes) or not all(
+        isinstance(item, str | os.PathLike) for item in listed
+    ):
+        raise TypeError(
+            "from_files takes a path or a pattern, as str or pathlib.Path, or a list "
+            f"of them. Got {files!r}."
+        )
+    # The working folder may be another one when the files are read.
+    paths = [
+        os.path.abspath(path) for item in listed for path in _matching(os.fspath(item))
+    ]
     if not paths:
         raise ValueError(f"from_files needs at least one file. Got {files!r}.")
     return paths
@@ -94,9 +114,14 @@ def _matching(pattern: str) -> list[str]:
         return [pattern]
     found = sorted(glob.glob(pattern, recursive=True))
     if not found:
+        hint = ""
+        if "[" in pattern:
+            hint = (
+                " Brackets list characters; glob.escape(path) takes them as they are."
+            )
         raise FileNotFoundError(
             f"No file matches {pattern!r}, seen from the folder {os.getcwd()}. Give a "
-            "path or a pattern of files that exist."
+            f"path or a pattern of files that exist.{hint}"
         )
     return found
 
@@ -104,7 +129,13 @@ def _matching(pattern: str) -> list[str]:
 def _opener(paths: list[str], format: Any) -> Callable[[str], Any]:
     if callable(format):
         return format
-    endings = {Path(path).suffix for path in paths}
+    for path in paths:
+        if os.path.isdir(path):
+            raise ValueError(
+                f"{path} is a folder. Give the files in it, for example by a pattern: "
+                f"{os.path.join(path, '*.npz')}."
+            )
+    endings = {Path(path).suffix.lower() for path in paths}
     found = {_FORMATS.get(ending) for ending in endings} if format is None else {format}
     name = found.pop() if len(found) == 1 else None
     if name not in _OPENERS:
@@ -132,9 +163,8 @@ class FileDataset(RowsDataset):
 
     _made_by: ClassVar[str] = "from_files"
 
-    _files: tuple[str, ...]
+    _files: tuple[CountedFile, ...]
     _open_file: Callable[[str], Any]
-    _counts: tuple[int, ...]
     _row_maps: tuple[Callable[[Any], Any], ...] = ()
     _batch_maps: tuple[Callable[[Any], Any], ...] = ()
     _num_threads: int = 0
@@ -146,8 +176,9 @@ class FileDataset(RowsDataset):
         """Calls a function on each row or, after ``batch``, on each batch.
 
         Args:
-          function: Called with a row or a batch; returns what takes its place. With
-            ``read(num_workers=...)`` it is sent to other processes.
+          function: Called with a row or a batch; returns what takes its place. A
+            batch may get other rows. With ``read(num_workers=...)`` the function is
+            sent to other processes.
 
         Returns:
           The dataset of the results.
@@ -190,11 +221,7 @@ class FileDataset(RowsDataset):
         Args:
           numbers: Their places among the files.
         """
-        return dataclasses.replace(
-            self,
-            _files=tuple(self._files[n] for n in numbers),
-            _counts=tuple(self._counts[n] for n in numbers),
-        )
+        return dataclasses.replace(self, _files=tuple(self._files[n] for n in numbers))
 
     def rebatched(self, batch_size: int) -> Self:
         """Returns this batched dataset with another batch size."""
@@ -204,18 +231,23 @@ class FileDataset(RowsDataset):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files, in their order."""
-        return self._files
+        """The files, in their order, by absolute paths."""
+        return tuple(file.path for file in self._files)
 
     @property
     def num_rows(self) -> int:
         """The number of rows of one epoch."""
-        return sum(self._counts)
+        return sum(file.rows for file in self._files)
 
     @property
     def private(self) -> bool:
         """Whether each batch lies in memory that nobody else writes to."""
         return not (self._row_maps or self._batch_maps or self._num_workers)
+
+    @property
+    def keeps_sizes(self) -> bool:
+        """Whether each batch has as many rows as were grouped."""
+        return not self._batch_maps
 
     def _calls(self) -> list[str]:
         _, *others = super()._calls()
@@ -259,7 +291,7 @@ class FileDataset(RowsDataset):
     def _one_epoch(self) -> Any:
         from .grains import shuffled_range
 
-        rows = FileRows(self._files, self._open_file, self._counts)
+        rows = FileRows(self._files, self._open_file, self._seed is None)
         dataset = shuffled_range(self.num_rows, self._seed)
         if self._batch_size is None:
             return _mapped(dataset, rows.__getitem__, *self._row_maps)
@@ -275,8 +307,21 @@ class FileDataset(RowsDataset):
 
 def _mapped(dataset: Any, *functions: Callable[[Any], Any]) -> Any:
     for function in functions:
-        dataset = dataset.map(function)
+        dataset = dataset.map(_NoStop(function))
     return dataset
+
+
+@dataclasses.dataclass(frozen=True)
+class _NoStop:
+    """Calls a function, whose ``StopIteration`` must not look like the end."""
+
+    function: Callable[[Any], Any]
+
+    def __call__(self, element: Any) -> Any:
+        try:
+            return self.function(element)
+        except StopIteration as error:
+            raise RuntimeError(f"{self.function!r} raised StopIteration.") from error
 
 
 class FileIterator(RowsIterator):
@@ -284,15 +329,30 @@ class FileIterator(RowsIterator):
 
     _dataset: FileDataset
     _elements: Any = None
+    _error: str | None = None
 
     def _begin(self, iteration: int, position: int) -> None:
         self.close()
+        self._error = None
         super()._begin(iteration, position)
 
     def __next__(self) -> Any:
+        if self._error is not None:
+            raise RuntimeError(
+                f"This iteration has ended with an error: {self._error}. Start another "
+                "one, or call set_state(get_state()) to try the same element again."
+            )
         if self._elements is None:
             self._elements = self._read()
-        element = next(self._elements)
+        try:
+            element = next(self._elements)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            # Threads may have lost the element: it would be left out silently.
+            self.close()
+            self._error = repr(error) if isinstance(error, Exception) else None
+            raise
         self._position += 1
         return element
 

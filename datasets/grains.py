@@ -12,7 +12,8 @@ try:
     from absl import flags
 except ImportError as error:
     raise ImportError(
-        'This needs the library grain. Install it with: pip install "replicax[data]"'
+        "This needs the library grain, which the extra `data` brings: "
+        'pip install ".[data]"'
     ) from error
 
 

@@ -1,70 +1,146 @@
-"""How files are read as rows: one opener for each format.
+"""How files are read as rows: one class for each format.
 
-An opened file is a sequence of rows. If it has a method ``take(indices)`` as well, that
-reads many rows at once, as a batch. If it has an attribute ``spec``, it must be that of
-the other files.
+An object of these classes is an index: it knows where the rows of its file lie, and
+keeps no file open. ``opened()`` returns the same rows with the file open, for reading.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import copy
+import os
 import zipfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import jax
 import numpy as np
 
+from .batches import kind_of
 from .buffers import take_rows
 
 _NEWLINE = ord("\n")
 _CHUNK = 1 << 24
 
 
-class NpzRows:
-    """The rows of the arrays in an ``.npz`` file, as dicts.
-
-    Arrays that are stored as they are (``np.savez``) are memory-mapped; compressed ones
-    (``np.savez_compressed``) are read whole.
+class FormatRows(ABC):
+    """The rows of one file.
 
     Args:
       path: The file.
 
+    Attributes:
+      path: The file.
+      spec: What must be the same in all files of a dataset.
+    """
+
+    spec: Any = None
+
+    def __init__(self, path: str):
+        self.path = path
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """Reads one row of an opened file."""
+
+    def take(self, indices: np.ndarray) -> Any:
+        """Reads some rows of an opened file as one batch."""
+        return stack_rows([self[index] for index in indices.tolist()])
+
+    def opened(self) -> Self:
+        """Returns these rows for reading. Dropping them closes the file."""
+        opened = copy.copy(self)
+        opened._open()
+        return opened
+
+    @abstractmethod
+    def _open(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _as_format(what: str, format: str) -> Iterator[None]:
+    """Lets errors about a file's content name the file."""
+    try:
+        yield
+    except OSError:
+        raise  # which names the file itself
+    except Exception as error:
+        raise ValueError(f"{what} cannot be read as {format}: {error}") from error
+
+
+class NpzRows(FormatRows):
+    """The rows of the arrays in an ``.npz`` file, as dicts.
+
+    Arrays that are stored as they are (``np.savez``) are memory-mapped; compressed ones
+    (``np.savez_compressed``) are read whole, and the index holds them.
+
     Raises:
-      ValueError: The arrays do not have equally many rows, or there is none.
+      ValueError: The file is no archive of arrays, the arrays do not have equally many
+        rows, or there is none.
     """
 
     def __init__(self, path: str):
-        with zipfile.ZipFile(path) as archive:
-            self._arrays = {
+        super().__init__(path)
+        with _as_format(path, "npz"), zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            found = {
                 info.filename.removesuffix(".npy"): _member(path, archive, info)
-                for info in archive.infolist()
+                for info in members
             }
-        rows = {name: array.shape[:1] for name, array in self._arrays.items()}
-        if len(set(rows.values())) != 1 or () in rows.values():
+        self._members = dict(sorted(found.items()))
+        shapes = {name: member.shape for name, member in self._members.items()}
+        rows = {shape[:1] for shape in shapes.values()}
+        if len(rows) != 1 or () in rows:
             raise ValueError(
                 f"The arrays of {path} must have equally many rows (first axis). Got "
-                f"shapes { {name: a.shape for name, a in self._arrays.items()} }."
+                f"shapes {shapes}."
             )
+        ((self._rows,),) = rows
         self.spec = {
-            name: (str(array.dtype), array.shape[1:])
-            for name, array in self._arrays.items()
+            name: (str(kind_of(member.dtype)), member.shape[1:])
+            for name, member in self._members.items()
         }
 
     def __len__(self) -> int:
-        return len(next(iter(self._arrays.values())))
+        return self._rows
+
+    def _open(self) -> None:
+        content = _mapped(self.path)
+        self._arrays = {
+            name: m if isinstance(m, np.ndarray) else m.in_file(content)
+            for name, m in self._members.items()
+        }
 
     def __getitem__(self, index: int) -> Any:
         return {name: array[index] for name, array in self._arrays.items()}
 
     def take(self, indices: np.ndarray) -> Any:
-        """Reads some rows as one batch."""
+        """Reads some rows of an opened file as one batch."""
         return {name: take_rows(array, indices) for name, array in self._arrays.items()}
 
 
-def _member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    """One array of an archive, memory-mapped where it can be."""
+class _Stored:
+    """Where an array lies in a file."""
+
+    def __init__(self, offset: int, shape: tuple[int, ...], dtype: Any, order: Any):
+        self.offset, self.shape, self.dtype, self.order = offset, shape, dtype, order
+
+    def in_file(self, content: np.ndarray) -> np.ndarray:
+        """The array, given the bytes of the file."""
+        return np.ndarray(
+            self.shape, self.dtype, content, self.offset, order=self.order
+        )
+
+
+def _member(
+    path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo
+) -> np.ndarray | _Stored:
+    """One array of an archive, or where it lies if it can be memory-mapped."""
     readers = {
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
@@ -75,8 +151,7 @@ def _member(path: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nd
             shape, fortran, dtype = read_header(file)
             if not dtype.hasobject and 0 not in shape:
                 offset = _start_of(path, info) + file.tell()
-                order = "F" if fortran else "C"
-                return np.memmap(path, dtype, "r", offset, shape, order)
+                return _Stored(offset, shape, dtype, "F" if fortran else "C")
     with archive.open(info) as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
@@ -89,98 +164,61 @@ def _start_of(path: str, info: zipfile.ZipInfo) -> int:
     return info.header_offset + 30 + name + extra
 
 
-class TextRows:
-    """The lines of a UTF-8 text file, as strings without their line ends.
+def _mapped(path: str) -> np.ndarray:
+    """The bytes of a file, read when they are looked at."""
+    empty = os.path.getsize(path) == 0
+    return np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r")
 
-    Args:
-      path: The file.
-    """
+
+class TextRows(FormatRows):
+    """The lines of a UTF-8 text file, as strings without their line ends."""
 
     def __init__(self, path: str):
-        empty = Path(path).stat().st_size == 0
-        self._bytes = np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r")
+        super().__init__(path)
+        content = _mapped(path)
         found = [
-            start + np.flatnonzero(self._bytes[start : start + _CHUNK] == _NEWLINE)
-            for start in range(0, len(self._bytes), _CHUNK)
+            start + np.flatnonzero(content[start : start + _CHUNK] == _NEWLINE)
+            for start in range(0, len(content), _CHUNK)
         ]
-        ends = np.concatenate([*found, np.empty(0, np.int64)])
-        if not empty and self._bytes[-1] != _NEWLINE:
-            ends = np.append(ends, len(self._bytes))
-        self._ends = ends
+        self._ends = np.concatenate([*found, np.empty(0, np.int64)])
+        if len(content) and content[-1] != _NEWLINE:
+            self._ends = np.append(self._ends, len(content))
 
     def __len__(self) -> int:
         return len(self._ends)
 
+    def _open(self) -> None:
+        self._content = _mapped(self.path)
+
     def __getitem__(self, index: int) -> str:
         start = self._ends[index - 1] + 1 if index else 0
-        line = self._bytes[start : self._ends[index]].tobytes()
-        return line.removesuffix(b"\r").decode()
+        line = self._content[start : self._ends[index]].tobytes()
+        with _as_format(f"Line {index + 1} of {self.path}", "UTF-8"):
+            return line.removesuffix(b"\r").decode()
 
 
-def array_record_rows(path: str) -> Any:
-    """Opens an ArrayRecord file. Its rows are ``bytes``."""
-    from .grains import grain
+class ArrayRecordRows(FormatRows):
+    """The records of an ArrayRecord file, as ``bytes``."""
 
-    return grain.sources.ArrayRecordDataSource(path)
+    _source: Any
 
+    def __init__(self, path: str):
+        super().__init__(path)
+        self._open()
+        self._rows = len(self._source)
+        del self._source
 
-class FileRows:
-    """The rows of several files, one file after the other. Opens each when it is read.
+    def __len__(self) -> int:
+        return self._rows
 
-    Args:
-      files: The files.
-      open_file: Opens one as a sequence of rows.
-      counts: The rows of each.
-    """
+    def _open(self) -> None:
+        from .grains import grain
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        open_file: Callable[[str], Any],
-        counts: Sequence[int],
-    ):
-        self._made_of = files, open_file, counts
-        self._ends = np.cumsum(counts)
-        self._opened: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        with _as_format(self.path, "array_record"):
+            self._source = grain.sources.ArrayRecordDataSource(self.path)
 
-    def __reduce__(self) -> Any:
-        return FileRows, self._made_of  # another process opens the files itself
-
-    def _file(self, number: int) -> tuple[Any, int]:
-        """An opened file, and the number of its first row."""
-        files, open_file, counts = self._made_of
-        with self._lock:
-            if number not in self._opened:
-                self._opened[number] = open_file(files[number])
-        return self._opened[number], int(self._ends[number]) - counts[number]
-
-    def __getitem__(self, index: int) -> Any:
-        file, first = self._file(int(np.searchsorted(self._ends, index, "right")))
-        return file[int(index) - first]
-
-    def take(self, indices: np.ndarray) -> Any:
-        """Reads some rows as one batch.
-
-        Args:
-          indices: Row numbers.
-
-        Returns:
-          The structure of a row with leaves of shape ``[len(indices), ...]``.
-        """
-        numbers = np.searchsorted(self._ends, indices, "right")
-        present = np.unique(numbers)
-        if not hasattr(self._file(present[0])[0], "take"):
-            return stack_rows([self[index] for index in indices])
-        parts = []
-        for number in present:
-            file, first = self._file(number)
-            parts.append(file.take(indices[numbers == number] - first))
-        if len(parts) == 1:
-            return parts[0]
-        # The parts lie one file after the other: bring them back into order.
-        back = np.argsort(np.argsort(numbers, kind="stable"), kind="stable")
-        return jax.tree.map(lambda *xs: take_rows(np.concatenate(xs), back), *parts)
+    def __getitem__(self, index: int) -> bytes:
+        return self._source[index]
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:

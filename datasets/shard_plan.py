@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from .batches import as_host_batch, batch_rows
+from .chain import as_integer
 from .feeds import looked_at
 from .input_context import InputContext
 from .options import InputOptions, Remainder
 from .remainder import MASK
 from .sharding import AutoShardPolicy, resolve_policy, shard
-from .sources import Source, as_source
+from .sources import INFINITE_CARDINALITY, Source, as_source
 from .split_feed import SplitFeed
 
 _ROWS = "rows"
@@ -61,9 +62,11 @@ def shard_plan(
       The plan; ``print`` it.
 
     Raises:
-      TypeError: There is neither a dataset nor figures, or there is more than one.
+      TypeError: There is neither a dataset nor figures, there is more than one, or a
+        figure is not an integer.
       UnevenBatchError: A batch does not divide.
-      ValueError: The dataset cannot be shared as the policy says.
+      ValueError: The dataset cannot be shared as the policy says, a figure is too low,
+        or the dataset has no end and must be gone through.
 
     Example:
       >>> import replicax as rx
@@ -80,6 +83,10 @@ def shard_plan(
          2 | 16-17, 18-19 | 20 (+1), (+2)
       Cells list the rows of each replica; (+n) are n rows of filler.
     """
+    num_workers = as_integer("num_workers", num_workers, at_least=1)
+    num_replicas_per_worker = as_integer(
+        "num_replicas_per_worker", num_replicas_per_worker, at_least=1
+    )
     source = _numbered(dataset, rows, files, batch_size)
     num_replicas = num_workers * num_replicas_per_worker
     if num_workers == 1:
@@ -179,14 +186,17 @@ def _numbered(
         )
     if batch_size is None:
         return _numbered_like(as_source(dataset))
+    batch_size = as_integer("batch_size", batch_size, at_least=1)
     if rows is not None:
+        rows = as_integer("rows", rows, at_least=0)
         return _source(range(rows), _cut(rows, batch_size), batch_size)
 
-    def sizes_of(chosen: Sequence[int], size: int) -> list[int]:
-        assert files is not None
-        return _cut(sum(files[number] for number in chosen), size)
+    counts = [as_integer("files", count, at_least=0) for count in files or ()]
 
-    return _source_of_files(sizes_of, len(files or ()), batch_size)
+    def sizes_of(chosen: Sequence[int], size: int) -> list[int]:
+        return _cut(sum(counts[number] for number in chosen), size)
+
+    return _source_of_files(sizes_of, len(counts), batch_size)
 
 
 def _numbered_like(source: Source) -> Source:
@@ -229,6 +239,12 @@ def _source(
 def _sizes(source: Source) -> list[int]:
     """The rows of each batch of an epoch."""
     if source.sizes is None or source.batch_size is None:
+        if source.cardinality == INFINITE_CARDINALITY:
+            raise ValueError(
+                "shard_plan goes through a dataset that does not know the sizes of its "
+                "batches, and this one has no end. Pass it without repeat(), or pass "
+                "batch_size= with rows= or files=."
+            )
         return [batch_rows(as_host_batch(batch)) for batch in looked_at(source)]
     # Of batches of one size, only the last may have fewer rows.
     ordered = sorted(source.sizes.items(), reverse=True)

@@ -184,6 +184,8 @@ def _from_rows(dataset: RowsDataset) -> Source:
             f"{dataset!r} yields single rows. Call .batch(batch_size), with the global "
             "batch size, before distributing it."
         )
+    epochs = dataset.num_epochs or 0
+    endless = dataset.num_epochs is None and dataset.batches_per_epoch > 0
     full, rest = divmod(dataset.num_rows, size)
     sizes = {size: full} if full else {}
     if dataset.batches_per_epoch > full:
@@ -198,8 +200,9 @@ def _from_rows(dataset: RowsDataset) -> Source:
 
     source = Source(
         start=start,
-        peek=lambda: dataset.epoch(0),
-        sizes=sizes,
+        peek=lambda: dataset.iteration(0),
+        sizes=sizes if dataset.keeps_sizes else None,
+        count=INFINITE_CARDINALITY if endless else dataset.batches_per_epoch * epochs,
         num_epochs=dataset.num_epochs,
         batch_size=size,
         private=dataset.private,

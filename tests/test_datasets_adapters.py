@@ -578,3 +578,30 @@ def test_iterators_that_know_their_position_are_asked():
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(ValueError, match="not a state of this kind"):
         as_source(Positioned()).start(state)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"plain": 3},
+        {"plain": None},
+        {"plain": {}},
+        {"plain": {"next_index": 1.5}},
+        {"plain": {"next_index": True}},
+        {"plain": {"next_index": -1}},
+        {"plain": {"next_index": 100}},
+        {"bytes": "!"},
+        {"pickle": "aaaa"},
+        {"pickle": 3},
+    ],
+)
+@pytest.mark.parametrize("make", [grain_map, grain_iter])
+def test_wrong_states_of_grain_are_refused(make, wrong):
+    with pytest.raises(ValueError, match="not a state of this kind"):
+        as_source(make(20, 3)).start(wrong)
+
+
+def test_wrong_states_of_a_stateful_loader_are_refused():
+    for wrong in ({"plain": 3}, {"plain": {"yielded": 2}}):
+        with pytest.raises(ValueError, match="not a state of this kind"):
+            as_source(stateful_stand_in(20, 3)).start(wrong)

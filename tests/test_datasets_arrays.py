@@ -9,6 +9,7 @@ import pytest
 import replicax.datasets as datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replicax.datasets.buffers import is_numeric, take_rows
 
 from_arrays = datasets.from_arrays
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -221,3 +222,27 @@ def test_wrong_values_and_orders(call, error, match):
 def test_numpy_integers_are_integers():
     dataset = from_arrays(np.arange(6)).shuffle(np.int64(1)).batch(np.int32(4))
     assert len(list(dataset)) == 2
+
+
+# -- memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_numbers_that_jax_cannot_hold_are_none(dtype):
+    dtype = np.dtype(dtype)
+    if dtype in (np.dtype(np.float64), np.dtype(np.complex128)):
+        pytest.skip("This platform has no longer numbers.")
+    assert not is_numeric(dtype)
+    (batch,) = from_arrays(np.arange(3).astype(dtype)).batch(3)
+    assert batch.dtype == dtype and batch.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.int64, np.bool_])
+def test_numbers_that_jax_holds(dtype):
+    assert is_numeric(np.dtype(dtype))
+
+
+@pytest.mark.parametrize("rows", [[0, 3], [-1, 0]])
+def test_rows_beyond_the_end_are_not_taken_from_elsewhere(rows):
+    with pytest.raises(IndexError, match="of an array of 3"):
+        take_rows(np.arange(3), np.array(rows))

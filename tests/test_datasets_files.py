@@ -3,7 +3,9 @@
 import gc
 import json
 import os
+import sys
 import threading
+import weakref
 
 import jax
 import numpy as np
@@ -171,22 +173,196 @@ def test_arrays_of_a_file_must_have_equally_many_rows(tmp_path):
         from_files(tmp_path / "a.npz")
 
 
+# -- files that are not what they should be ------------------------------------------
+
+
+class WithTake(list):
+    """Rows of a library whose ``take`` means something else."""
+
+    def take(self, indices):
+        return self[: indices[0]]
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("make", [lambda path: WithTake(np.load(path)), np.load])
+def test_what_take_means_elsewhere_is_not_guessed(tmp_path, make, seed):
+    for i, rows in enumerate(np.split(X, [5, 6])):
+        np.save(tmp_path / f"{i}.npy", rows)
+    dataset = from_files(f"{tmp_path}/*.npy", make)
+    dataset = dataset if seed is None else dataset.shuffle(seed)
+    got = np.concatenate(list(dataset.batch(4)))
+    assert got.shape == X.shape
+    np.testing.assert_array_equal(got[np.argsort(got[:, 0])], X)
+    assert (seed is None) == np.array_equal(got, X)
+
+
+def test_arrays_of_files_are_compared(tmp_path):
+    np.save(tmp_path / "a.npy", X)
+    np.save(tmp_path / "b.npy", X[:, :1])
+    with pytest.raises(ValueError, match=r"a\.npy: .*\(2,\).*b\.npy: .*\(1,\)"):
+        from_files(f"{tmp_path}/*.npy", np.load)
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: np.savez(path, y=np.arange(3)),
+        lambda path: np.savez(path, y=np.arange(300)),
+        lambda path: np.savez(path, z=np.arange(9)),
+        lambda path: os.utime(path, ns=(1, 1)),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(tmp_path, change, seed):
+    path = tmp_path / "a.npz"
+    np.savez(path, y=np.arange(9))
+    dataset = from_files(path).batch(4)
+    if seed is not None:
+        dataset = from_files(path).shuffle(seed).batch(4)
+    assert sorted(rows_of(dataset)) == list(range(9))
+    change(path)
+    with pytest.raises(ValueError, match=r"a\.npz has changed since .* its 9 rows"):
+        next(iter(dataset))
+
+
+def test_a_changed_number_of_rows_is_refused(tmp_path):
+    (tmp_path / "a").touch()
+    lengths = iter([5, 4])
+    dataset = from_files(tmp_path / "a", lambda path: range(next(lengths)))
+    with pytest.raises(ValueError, match="has changed since"):
+        next(iter(dataset))
+
+
+def test_paths_do_not_depend_on_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savez("a.npz", y=np.arange(3))
+    dataset = from_files("a.npz").batch(3)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    np.savez("a.npz", y=np.arange(3) + 10)
+    assert rows_of(dataset) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", [None, 2])
+@pytest.mark.parametrize("kind", ["npz", "txt", "array_record"])
+def test_few_files_are_open_at_a_time(folder, monkeypatch, kind, seed):
+    monkeypatch.setattr("replicax.datasets.file_rows._MOST_OPEN", 2)
+    monkeypatch.setattr("replicax.datasets.file_rows._MOST_OPEN_IN_ORDER", 1)
+    files = from_files(f"{folder}/part*.{kind}")
+    files = files if seed is None else files.shuffle(seed)
+    batches = iter(files.batch(2))
+    most = 0
+    for _ in batches:
+        opened = {name for name in open_files() if str(folder) in name}
+        most = max(most, len(opened))
+    assert most == (1 if seed is None else 2)
+
+
+def test_compressed_files_are_let_go_in_order(folder, monkeypatch):
+    alive = []
+
+    def open_file(path):
+        rows = np.load(path)["y"]
+        alive.append(weakref.ref(rows))
+        return rows
+
+    monkeypatch.setattr("replicax.datasets.file_rows._MOST_OPEN_IN_ORDER", 1)
+    batches = iter(from_files(f"{folder}/small*.npz", open_file).batch(2))
+    assert sum(len(batch) for batch in batches) == 17
+    gc.collect()
+    assert len(alive) == 6
+    assert sum(rows() is not None for rows in alive) <= 1
+
+
+def test_names_in_another_order_and_strings_of_other_lengths(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, s=np.array(["a"] * 17))
+    np.savez(tmp_path / "b.npz", s=np.array(["bcd"] * 17), x=X + 1)
+    batches = list(from_files(f"{tmp_path}/*.npz").batch(34))
+    assert batches[0]["s"].tolist() == ["a"] * 17 + ["bcd"] * 17
+    np.testing.assert_array_equal(batches[0]["x"], np.concatenate([X, X + 1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.npz", b""), ("a.npz", b"no archive"), ("a.array_record", b"")],
+)
+def test_files_of_another_format_are_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} cannot be read as"):
+        from_files(tmp_path / name)
+
+
+def test_arrays_of_objects_are_named(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.array([1, None], object))
+    with pytest.raises(ValueError, match=r"a\.npz cannot be read as npz: Object"):
+        from_files(tmp_path / "a.npz")
+
+
+def test_a_line_that_is_no_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ok\n\xff\n")
+    with pytest.raises(ValueError, match=r"Line 2 of .*a\.txt cannot be .*UTF-8"):
+        list(from_files(tmp_path / "a.txt").batch(2))
+
+
+@pytest.mark.parametrize("made", [{}, 3, None, iter(()), np.array(1)])
+def test_a_format_function_must_return_rows(tmp_path, made):
+    (tmp_path / "a").touch()
+    with pytest.raises(TypeError, match=r"function .* with len\(\) and .*For .*/a it"):
+        from_files(tmp_path / "a", lambda path: made)
+
+
+@pytest.mark.parametrize("files", [3, None, b"a.npz", [b"a.npz"], ["a", 3]])
+def test_what_is_no_path_is_refused(files):
+    with pytest.raises(TypeError, match="takes a path or a pattern"):
+        from_files(files)
+
+
+def test_endings_in_capitals(tmp_path):
+    (tmp_path / "A.TXT").write_text("x")
+    np.savez(tmp_path / "a.npz", y=Y)
+    os.rename(tmp_path / "a.npz", tmp_path / "A.NPZ")
+    assert list(from_files(tmp_path / "A.TXT")) == ["x"]
+    assert rows_of(from_files(tmp_path / "A.NPZ").batch(17)) == Y.tolist()
+
+
+def test_brackets_and_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"glob\.escape"):
+        from_files(f"{tmp_path}/run[1].npz")
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder"):
+        from_files(tmp_path)
+
+
+def test_without_grain_it_is_refused_at_once(folder, monkeypatch):
+    monkeypatch.delitem(sys.modules, "replicax.datasets.grains", raising=False)
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ImportError, match=r'extra `data`.*pip install "\.\[data\]"'):
+        from_files(f"{folder}/part*.npz")
+
+
 # -- the chain -----------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def empty_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("empty")
+    for number in range(4):
+        (folder / str(number)).touch()
+    return folder
+
+
 @given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
-    st.integers(1, 7),
-    st.none() | st.integers(0, 2**40),
-    st.booleans(),
-    st.integers(0, 2),
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any),
+    size=st.integers(1, 7),
+    seed=st.none() | st.integers(0, 2**40),
+    drop=st.booleans(),
+    repeats=st.integers(0, 2),
 )
 @quick
-def test_every_row_once_an_epoch(counts, size, seed, drop, repeats):
+def test_every_row_once_an_epoch(empty_files, counts, size, seed, drop, repeats):
     rows = sum(counts)
     parts = np.split(np.arange(rows), np.cumsum(counts)[:-1])
-    names = tuple(map(str, range(len(parts))))
-    dataset = datasets.FileDataset(names, lambda name: parts[int(name)], tuple(counts))
+    names = [f"{empty_files}/{number}" for number in range(len(parts))]
+    dataset = from_files(names, lambda name: parts[int(os.path.basename(name))])
     dataset = dataset if seed is None else dataset.shuffle(seed)
     dataset = dataset.batch(size, drop).repeat(repeats)
     batches = list(dataset)
@@ -310,6 +486,18 @@ def test_distributed_state(npz):
     assert len(want) == 4
 
 
+@pytest.mark.parametrize("wrong", [{"position": 6}, {"iteration": 2**63}])
+@pytest.mark.parametrize("kind", ["files", "arrays"])
+def test_a_state_beyond_the_end_is_refused(npz, kind, wrong):
+    source = npz if kind == "files" else from_arrays({"y": Y})
+    batches = iter(source.batch(4))
+    state = batches.get_state()
+    with pytest.raises(ValueError, match="not a state of this dataset"):
+        batches.set_state({**state, **wrong})
+    batches.set_state({**state, "position": 5})
+    assert list(batches) == []
+
+
 # -- as a source ---------------------------------------------------------------------
 
 
@@ -319,6 +507,41 @@ def test_what_is_known_beforehand(npz):
     assert (source.cardinality, source.batch_size, source.num_files) == (10, 4, 3)
     with pytest.raises(ValueError, match=r"\.batch\(batch_size\)"):
         as_source(npz)
+
+
+def halved(batch):
+    return {"y": batch["y"][::2]}
+
+
+@pytest.mark.parametrize("repeats", [2, None])
+def test_rows_of_mapped_batches_are_not_known_beforehand(npz, repeats):
+    source = as_source(npz.batch(4).map(halved).repeat(repeats))
+    assert source.sizes is None
+    assert source.cardinality == (-1 if repeats is None else 10)
+    assert as_source(npz.map(halved).batch(4)).sizes == {4: 4, 1: 1}
+
+
+def test_mapped_batches_may_divide(npz):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("replica",))
+    mapped = npz.batch(3, drop_remainder=True).map(
+        lambda batch: {"y": np.repeat(batch["y"], 2)}
+    )
+    dataset = distribute_dataset(mapped, mesh)
+    assert len(list(dataset)) == len(dataset) == 5
+    dropping = distribute_dataset(
+        npz.batch(4).map(halved), mesh, rx.InputOptions(remainder="drop")
+    )
+    with pytest.raises(TypeError, match="not known"):
+        len(dropping)
+    assert len(list(dropping)) == 4
+
+
+def test_peeking_goes_through_all_epochs(npz):
+    for source in (npz, from_arrays({"y": Y})):
+        dataset = source.shuffle(1).batch(4).repeat(2)
+        first = rows_of(as_source(dataset).peek())
+        assert len(first) == 34
+        assert rows_of(dataset) == first
 
 
 def test_peeking_does_not_count_as_an_iteration(npz):
@@ -394,6 +617,59 @@ def test_an_error_of_the_users_function_keeps_its_place(npz):
     with pytest.raises(ZeroDivisionError, match="in the pipeline") as caught:
         next(iter(npz.batch(2).map(broken).read(num_threads=1)))
     assert caught.traceback[-1].name == "broken"
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_iteration_ends_with_its_error(npz, num_threads):
+    broken = True
+
+    def sometimes(batch):
+        if broken and 4 in batch["y"]:
+            raise ZeroDivisionError("at four")
+        return batch
+
+    batches = iter(npz.batch(2).map(sometimes).read(num_threads=num_threads))
+    next(batches), next(batches)
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"ended with an error: .*at four"):
+            next(batches)
+    broken = False
+    batches.set_state(batches.get_state())
+    assert rows_of(batches) == list(range(4, 17))
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_interrupted_element_comes_again(npz, num_threads):
+    interrupted = iter([True])
+
+    def interrupting(batch):
+        if 4 in batch["y"] and next(interrupted, False):
+            raise KeyboardInterrupt
+        return batch
+
+    batches = iter(npz.batch(2).map(interrupting).read(num_threads=num_threads))
+    got = [next(batches), next(batches)]
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert rows_of([*got, *batches]) == list(range(17))
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("where", ["row", "batch"])
+def test_stop_iteration_of_a_function_is_no_end(npz, where, num_threads):
+    def stopping(element):
+        return next(iter(()))
+
+    mapped = (
+        npz.map(stopping).batch(2) if where == "row" else npz.batch(2).map(stopping)
+    )
+    with pytest.raises(
+        RuntimeError, match=r"stopping.* raised StopIteration"
+    ) as caught:
+        next(iter(mapped.read(num_threads=num_threads)))
+    assert isinstance(caught.value.__cause__, StopIteration)
 
 
 # -- grain ---------------------------------------------------------------------------

@@ -410,3 +410,31 @@ def test_the_plan_refuses_what_the_dataset_will():
 def test_the_plan_wants_a_dataset_or_figures(figures):
     with pytest.raises(TypeError, match="takes a dataset; or batch_size="):
         shard_plan(**figures, num_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("num_workers", 0),
+        ("num_replicas_per_worker", 0),
+        ("rows", -1),
+        ("files", [3, -1]),
+    ],
+)
+def test_the_plan_refuses_figures_that_are_too_low(name, value):
+    figures = {"rows": 4, "batch_size": 2, "num_workers": 2, name: value}
+    if name == "files":
+        del figures["rows"]
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        shard_plan(**figures)
+
+
+def test_the_plan_does_not_go_through_a_dataset_without_end(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.zeros(4))
+    files = from_files(tmp_path / "a.npz").batch(2)
+    endless = files.map(lambda batch: batch).repeat()
+    with pytest.raises(ValueError, match="has no end"):
+        shard_plan(endless, num_workers=2, policy=DATA)
+    known = shard_plan(files.repeat(), num_workers=2, policy=DATA)
+    assert planned_steps(known) == [[0, 1], [2, 3]]
