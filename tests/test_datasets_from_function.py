@@ -494,3 +494,41 @@ def test_not_inside_of_a_step(two):
 def test_an_uneven_round_across_epochs_is_known_beforehand():
     with pytest.raises(UnevenBatchError, match="batches of 4 and 8 rows"):
         distribute(lambda _: from_arrays(np.arange(20)).batch(8).repeat(2))
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 3, 4, None])
+@pytest.mark.parametrize("num_rows", [3, 8, 10, 20])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_what_is_refused_beforehand_is_uneven_and_all_else_is_even(
+    num_rows, n, repeats
+):
+    def dataset_fn(context):
+        return from_arrays(np.arange(num_rows)).batch(4).repeat(repeats)
+
+    sizes = [len(batch) for batch in itertools.islice(dataset_fn(None), 10 * n)]
+    rounds = [sizes[start : start + n] for start in range(0, len(sizes), n)]
+    if all(len(sizes) == n and len({*sizes}) == 1 for sizes in rounds):
+        dataset = distribute(dataset_fn, n, prefetch=0)
+        assert len(list(itertools.islice(dataset, 10))) == len(rounds)
+    else:
+        with pytest.raises(UnevenBatchError):
+            distribute(dataset_fn, n)
+
+
+@pytest.mark.parametrize("repeats", [2, None])
+def test_the_epochs_of_each_replicas_dataset_are_compared_beforehand(repeats):
+    def made(*shards):
+        datasets = [
+            from_arrays(np.arange(num_rows)).batch(batch).repeat(repeats)
+            for num_rows, batch in shards
+        ]
+        return distribute(per_replica(*datasets), replication_mode=PER_REPLICA)
+
+    for uneven in [((10, 4), (12, 4)), ((12, 4), (6, 2))]:
+        with pytest.raises(UnevenBatchError, match=r"2 and 4 rows, .* 2 replicas"):
+            made(*uneven)
+    alike = itertools.islice(made((10, 4), (10, 4)), 6)
+    assert [batch.shape for batch in alike] == [(4,), (4,), (2,)] * 2
+    if repeats is None:  # an epoch may hold more batches, if all have as many rows
+        endless = itertools.islice(made((4, 4), (12, 4)), 4)
+        assert [batch.shape for batch in endless] == [(4,)] * 4

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import sys
 import threading
 import traceback
 import weakref
@@ -23,6 +24,8 @@ from replicax.datasets import (
     Optional,
     from_arrays,
 )
+from replicax.datasets import distributed as distributed_module
+from replicax.datasets import prefetch as prefetch_module
 from replicax.datasets.distributed import distribute_dataset, distribute_from_function
 
 import replicax as rx
@@ -824,6 +827,53 @@ def test_an_interrupt_while_waiting_loses_no_element(prefetch, name, after):
 
 def first_rows(element):
     return int(element["x"].values[0][0])
+
+
+def interrupted_at(line, iterator):
+    """Asks for an element, with an interrupt before the given line of our own code.
+
+    Not once the position has moved: the element is then on its way out.
+    """
+    files = {distributed_module.__file__, prefetch_module.__file__}
+    start, lines, before = iterator.get_state(), 0, sys.gettrace()
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line and iterator.get_state() == start:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return next(iterator)
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_an_interrupt_at_any_line_loses_no_element(prefetch):
+    reached = 0
+    for line in range(1, 100):
+        iterator = iter(distribute(lambda: batches_of(10, 2), prefetch=prefetch))
+        came = [first_rows(next(iterator))]
+        state = iterator.get_state()
+        try:
+            came.append(first_rows(interrupted_at(line, iterator)))
+        except KeyboardInterrupt:
+            reached += 1
+            assert iterator.get_state() == state
+        try:
+            came += map(first_rows, iterator)
+        except RuntimeError:
+            assert prefetch == 0  # the interrupt came in the pipeline itself
+            iterator.set_state(iterator.get_state())
+            came += map(first_rows, iterator)
+        assert came == [0, 2, 4, 6, 8]
+    assert 10 < reached < 99
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
