@@ -46,20 +46,11 @@ def take_rows(array: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:
 
     Args:
       array: Shape ``[num_rows, ...]``, possibly memory-mapped.
-      rows: A slice, or an array of valid indices.
+      rows: A slice, or an array of indices, which are not checked.
 
     Returns:
       Shape ``[number of rows asked for, ...]``.
-
-    Raises:
-      IndexError: An index is negative, or beyond the end.
     """
-    if not isinstance(rows, slice) and len(rows):
-        first, last = int(rows.min()), int(rows.max())
-        if first < 0 or last >= len(array):
-            raise IndexError(
-                f"Rows {first} to {last} were asked for, of an array of {len(array)}."
-            )
     if not is_numeric(array.dtype):
         return array[rows].copy() if isinstance(rows, slice) else array[rows]
     if isinstance(rows, slice):

@@ -163,8 +163,14 @@ class FileRows:
           The structure of a row with leaves of shape ``[len(indices), ...]``.
 
         Raises:
+          IndexError: A row number is negative, or beyond the end.
           ValueError: The rows differ in structure, dtype or shape.
         """
+        first, last = int(indices.min()), int(indices.max())
+        if first < 0 or last >= self._ends[-1]:
+            raise IndexError(
+                f"Rows {first} to {last} were asked for, of {self._ends[-1]} in files."
+            )
         numbers = np.searchsorted(self._ends, indices, "right")
         parts = []
         for number in np.unique(numbers).tolist():

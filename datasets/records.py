@@ -117,7 +117,8 @@ class NpzRows(FormatRows):
         }
 
     def __getitem__(self, index: int) -> Any:
-        return {name: array[index] for name, array in self._arrays.items()}
+        # A copy, since a part of the mapped file would keep it open.
+        return {name: array[index].copy() for name, array in self._arrays.items()}
 
     def take(self, indices: np.ndarray) -> Any:
         """Reads some rows of an opened file as one batch."""

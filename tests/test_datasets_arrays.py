@@ -9,7 +9,9 @@ import pytest
 import replicax.datasets as datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicax.datasets.buffers import is_numeric, take_rows
+from replicax.datasets.buffers import is_numeric
+
+import replicax as rx
 
 from_arrays = datasets.from_arrays
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -193,6 +195,21 @@ def test_properties():
     )
 
 
+# -- as a source ---------------------------------------------------------------------
+
+
+def test_looking_goes_through_as_many_batches_as_iterating():
+    strategy = rx.MirroredStrategy(jax.devices())
+    dataset = from_arrays(np.arange(8)).batch(2).repeat()
+    dealt = strategy.distribute_datasets_from_function(lambda context: dataset)
+    spec = dealt.element_spec
+    batch = next(iter(dealt))
+    # Four batches an epoch: the round of eight replicas takes two epochs.
+    want = [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
+    assert [part.tolist() for part in batch.values] == want
+    assert [part.shape for part in spec.values] == [(2,)] * 8
+
+
 # -- what is refused -----------------------------------------------------------------
 
 
@@ -240,9 +257,3 @@ def test_numbers_that_jax_cannot_hold_are_none(dtype):
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.int64, np.bool_])
 def test_numbers_that_jax_holds(dtype):
     assert is_numeric(np.dtype(dtype))
-
-
-@pytest.mark.parametrize("rows", [[0, 3], [-1, 0]])
-def test_rows_beyond_the_end_are_not_taken_from_elsewhere(rows):
-    with pytest.raises(IndexError, match="of an array of 3"):
-        take_rows(np.arange(3), np.array(rows))

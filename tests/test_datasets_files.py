@@ -1,5 +1,6 @@
 """Datasets of files: the rows that numpy wrote, in any number of files, once each."""
 
+import functools
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from replicax.datasets.distributed import distribute_dataset
+from replicax.datasets.file_rows import FileRows
 from replicax.datasets.sources import as_source
 
 import replicax as rx
@@ -184,7 +186,14 @@ class WithTake(list):
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-@pytest.mark.parametrize("make", [lambda path: WithTake(np.load(path)), np.load])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: WithTake(np.load(path)),
+        np.load,
+        functools.partial(np.load, mmap_mode="r"),
+    ],
+)
 def test_what_take_means_elsewhere_is_not_guessed(tmp_path, make, seed):
     for i, rows in enumerate(np.split(X, [5, 6])):
         np.save(tmp_path / f"{i}.npy", rows)
@@ -256,6 +265,32 @@ def test_few_files_are_open_at_a_time(folder, monkeypatch, kind, seed):
         opened = {name for name in open_files() if str(folder) in name}
         most = max(most, len(opened))
     assert most == (1 if seed is None else 2)
+
+
+def test_rows_that_are_kept_keep_no_file_open(npz, folder):
+    rows = list(npz.map(lambda row: row["x"]))
+    gc.collect()
+    assert not any(str(folder) in name for name in open_files())
+    np.testing.assert_array_equal(rows, X)
+
+
+def test_a_hundred_shuffled_files_are_open_a_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("replicax.datasets.file_rows._MOST_OPEN", 8)
+    for i in range(100):
+        np.savez(tmp_path / f"{i}.npz", y=[2 * i, 2 * i + 1])
+    most, got = 0, []
+    for batch in from_files(f"{tmp_path}/*.npz").shuffle(0).batch(50):
+        most = max(most, sum(str(tmp_path) in name for name in open_files()))
+        got += rows_of([batch])
+    assert most == 8
+    assert sorted(got) == list(range(200))
+
+
+@pytest.mark.parametrize("rows", [[0, 17], [-1, 0]])
+def test_rows_beyond_the_end_are_not_taken_from_elsewhere(npz, rows):
+    files = FileRows(npz._files, npz._open_file, in_order=True)
+    with pytest.raises(IndexError, match="of 17 in files"):
+        files.take(np.array(rows))
 
 
 def test_compressed_files_are_let_go_in_order(folder, monkeypatch):
