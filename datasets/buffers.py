@@ -7,6 +7,7 @@ again. Memory that someone else may still write to is copied first, for the same
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ import numpy as np
 _ALIGNMENT = 64
 
 
+@functools.cache
 def is_numeric(dtype: np.dtype) -> bool:
     """Whether JAX can hold values of ``dtype``; strings and objects it cannot."""
     widest = 16 if dtype.kind == "c" else 8

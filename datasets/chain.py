@@ -217,6 +217,7 @@ class RowsIterator(Iterator[Any]):
 
     def __init__(self, dataset: RowsDataset, iteration: int):
         self._dataset: Any = dataset
+        self._made_like = repr(dataset)
         self._begin(iteration, 0)
 
     def _begin(self, iteration: int, position: int) -> None:
@@ -234,7 +235,7 @@ class RowsIterator(Iterator[Any]):
         return {
             "iteration": self._iteration,
             "position": self._position,
-            "dataset": repr(self._dataset),
+            "dataset": self._made_like,
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -249,7 +250,7 @@ class RowsIterator(Iterator[Any]):
           ValueError: It is the state of another dataset, or beyond its end.
         """
         state = position(state, self.get_state())
-        here = repr(self._dataset)
+        here = self._made_like
         if state["dataset"] != here:
             raise ValueError(
                 f"The state is that of another dataset. It was saved from "

@@ -263,25 +263,25 @@ class DistributedDataset:
         return self._options.fetch_to_device and is_numeric(dtype)
 
     def _place(self, batch: Any) -> Any:
-        """Splits an even host batch and lays it on the devices, in one transfer."""
+        """Splits an even host batch and lays it on the devices."""
         leaves, treedef = jax.tree.flatten(batch)
         n = self._num_replicas
         split = [x.reshape(n, x.shape[0] // n, *x.shape[1:]) for x in leaves]
         self._shapes.note(treedef, split)
-        on_device = [self._goes_to_device(x.dtype) for x in split]
-        arrays = iter(
-            jax.device_put(
-                [x for x, put in zip(split, on_device, strict=True) if put],
-                self._sharding,
+        return treedef.unflatten(map(self._placed, split))
+
+    def _placed(self, split: np.ndarray) -> PerReplica:
+        if self._goes_to_device(split.dtype):
+            # Takes less than half the time of jax.device_put.
+            value = PerReplica.from_array(
+                jax.make_array_from_callback(
+                    split.shape, self._sharding, split.__getitem__
+                )
             )
-        )
-        values = [
-            PerReplica.from_array(next(arrays)) if put else PerReplica(list(x))
-            for x, put in zip(split, on_device, strict=True)
-        ]
-        for value in values:
-            value.is_data = True
-        return treedef.unflatten(values)
+        else:
+            value = PerReplica(list(split))
+        value.is_data = True
+        return value
 
 
 class DistributedIterator(Iterator[Any]):
