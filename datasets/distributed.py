@@ -318,6 +318,8 @@ class DistributedIterator(Iterator[Any]):
         return self._ready
 
     def __next__(self) -> Any:
+        if self._ready is not None:
+            self._ready.refuse_fork()  # before the lock, which the fork may have copied
         with self._lock:
             ready = self._ready or self._go(self._dataset._feed.start())
             # An interrupt up to here leaves all as it was, and from here on the element

@@ -75,6 +75,9 @@ class OnDemand:
         if self._made and self._made[0] is element:
             self._made.popleft()
 
+    def refuse_fork(self) -> None:
+        """Does nothing: there is no thread to miss."""
+
     def stop(self) -> None:
         """Does nothing: nobody waits here."""
 
@@ -183,17 +186,12 @@ class Prefetched:
 
         Raises:
           StopIteration: There is none.
-          RuntimeError: The iteration has failed before, or the process was forked.
+          RuntimeError: The iteration has failed before.
         """
         if self._channel.closed:
             raise StopIteration
         if self._failure:
             raise _stopped(self._failure)
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "This iterator was made before the process was forked, and the thread "
-                "that prepares its batches is not here. Make the iterator afterwards."
-            )
         kind, value = self._channel.head()
         if kind is _VALUE:
             return value
@@ -202,6 +200,18 @@ class Prefetched:
             # A local name for the error would tie it and this frame in a cycle.
             raise value.pop()
         raise StopIteration
+
+    def refuse_fork(self) -> None:
+        """Raises if the process was forked since.
+
+        Raises:
+          RuntimeError: It was.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This iterator was made before the process was forked, and the thread "
+                "that prepares its batches is not here. Make the iterator afterwards."
+            )
 
     def take(self, element: Any) -> None:
         """Takes what ``peek`` returned, unless it is taken, and makes room."""
