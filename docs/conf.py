@@ -32,7 +32,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:func", r"(iter|len|next)"),
     # Named in signatures, and not for users to make or to name.
-    (r"py:class", r"replicax\.datasets\.\w+\.(Feed|ArrayIterator|FileIterator|CountedFile)"),
+    (r"py:class", r"replicax\.datasets\.\w+\.(Feed|ArrayIterator|FileIterator)"),
+    (r"py:class", r"replicax\.datasets\.file_rows\.CountedFile"),
     (r"py:.*", r"(jax|jaxlib|np|numpy|flax|nnx|optax)\..*"),
     (r"py:.*", r"(collections|contextlib|enum|os|types|typing)\..*"),
 ]
