@@ -101,7 +101,7 @@ class Donor:
                 arrays[i] = self._copy(x)
             seen.add(id(x))
 
-    def take(self, args: Any, kwargs: Any) -> Sequence[Any] | None:
+    def take(self, args: Any, kwargs: Any) -> tuple[list[Any], list[int]] | None:
         """Takes the donated arrays, if they are known to be free.
 
         Args:
@@ -109,8 +109,9 @@ class Donor:
           kwargs: Keyword arguments, likewise.
 
         Returns:
-          The arrays, as :meth:`prepare` would leave them. None if they are not free, or
-          of another structure; some may be known no longer then, and will be copied.
+          The arrays, as :meth:`prepare` would leave them, and what is to be given back
+          if they are not consumed after all. None if they are not free, or of another
+          structure; some may be known no longer then, and will be copied.
         """
         arrays, treedef = tree_flatten(args)
         if treedef != self._args:
@@ -128,11 +129,15 @@ class Donor:
                     return None
             if self._may_share and not self._lie_apart(arrays):
                 return None
-            for i in self._donated:
-                del arrays[i].__dict__[_BORN]
+            born = [arrays[i].__dict__.pop(_BORN) for i in self._donated]
         except (KeyError, AttributeError):
             return None
-        return arrays
+        return arrays, born
+
+    def give_back(self, arrays: Sequence[Any], born: Sequence[int]) -> None:
+        """Undoes :meth:`take`, for a launch that did not come about."""
+        for i, when in zip(self._donated, born, strict=True):
+            arrays[i]._replicax_born = when
 
     def _lie_apart(self, arrays: Sequence[Any]) -> bool:
         """Whether no kept array lies in the memory of one that is donated.

@@ -71,10 +71,12 @@ def make_shortcut(
                     return NOT_REPEATED
         except ValueError:  # a name without a value yet
             return NOT_REPEATED
+        born: Any = None
         if donor is not None:
-            args, kwargs = donor.take(args, kwargs), None
-            if args is None:
+            taken = donor.take(args, kwargs)
+            if taken is None:
                 return NOT_REPEATED
+            (args, born), kwargs = taken, None
         elif consumed.any and holds_deleted((args, kwargs)):
             return NOT_REPEATED
         if fence.is_closed:
@@ -83,6 +85,9 @@ def make_shortcut(
             with LAUNCHING:
                 result = call(*args, **kwargs) if kwargs else call(*args)
         except (NotRepeated, ValueError, TypeError):
+            if donor is not None:
+                donor.give_back(args, born)
+                program.look_closer(args, {})  # some may lie elsewhere each time
             return NOT_REPEATED
         if num_signatures(call) != program.num_signatures:
             program.look_closer(args, kwargs or {})

@@ -720,6 +720,22 @@ def test_donation_goes_on_beside_a_kept_array_of_the_same_size(rate):
     assert donated[2:] == [True] * 6  # the first states are copied
 
 
+@pytest.mark.parametrize("size", [4, 64])
+@pytest.mark.parametrize("strategy", [ONE, TWO, EIGHT], ids=["x1", "x2", "x8"])
+def test_donation_goes_on_beside_arrays_that_must_be_placed(strategy, size):
+    def step(a, b):
+        return a + b
+
+    x, held, donated = jnp.zeros(size), jnp.ones(size), []
+    for number in range(8):
+        before = x
+        kept = held if number % 2 else jnp.ones(size)
+        x = strategy.run(step, (x, kept), options=rx.RunOptions(donate=0))
+        donated.append(before.is_deleted())
+    assert donated == [False] + [True] * 7
+    assert x.tolist() == [8.0] * size
+
+
 def test_a_kept_array_in_the_memory_of_donated_components_survives():
     each = TWO.run(lambda: context().replica_id_in_sync_group * 0.0 + jnp.ones(1000))
     options = rx.RunOptions(donate=0, allow_divergence=True)
