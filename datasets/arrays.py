@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .buffers import take_rows
-from .chain import RowsDataset, RowsIterator, as_integer
+from .chain import RowsDataset, RowsIterator
 
 
 def from_arrays(arrays: Any) -> ArrayDataset:
@@ -104,16 +104,8 @@ class ArrayDataset(RowsDataset):
         """Starts a given iteration, without counting it."""
         return ArrayIterator(self, number)
 
-    def epoch(self, epoch: int) -> Iterator[Any]:
-        """Iterates over one given epoch, without counting as an iteration.
-
-        Args:
-          epoch: The epoch, from 0.
-
-        Returns:
-          An iterator over the epoch's elements.
-        """
-        order = self._order(as_integer("epoch(epoch)", epoch, at_least=0))
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        order = self._order(epoch)
         return (self._element(order, i) for i in range(self.batches_per_epoch))
 
     def to_grain(self) -> Any:

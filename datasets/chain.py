@@ -195,7 +195,6 @@ class RowsDataset(ABC):
     def iteration(self, number: int) -> RowsIterator:
         """Starts a given iteration, without counting it."""
 
-    @abstractmethod
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Iterates over one given epoch, without counting as an iteration.
 
@@ -205,6 +204,11 @@ class RowsDataset(ABC):
         Returns:
           An iterator over the epoch's elements.
         """
+        return self._epoch(as_integer("epoch(epoch)", epoch, at_least=0))
+
+    @abstractmethod
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        """The elements of an epoch."""
 
 
 class RowsIterator(Iterator[Any]):

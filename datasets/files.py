@@ -264,18 +264,10 @@ class FileDataset(RowsDataset):
         """Starts a given iteration, without counting it."""
         return FileIterator(self, number)
 
-    def epoch(self, epoch: int) -> Iterator[Any]:
-        """Iterates over one given epoch, without counting as an iteration.
-
-        Args:
-          epoch: The epoch, from 0.
-
-        Returns:
-          An iterator over the epoch's elements.
-        """
+    def _epoch(self, epoch: int) -> Iterator[Any]:
         from .grains import read
 
-        start = as_integer("epoch(epoch)", epoch, at_least=0) * self.batches_per_epoch
+        start = epoch * self.batches_per_epoch
         return read(self._one_epoch(), start, start + self.batches_per_epoch)
 
     def to_grain(self) -> Any:
