@@ -2,8 +2,8 @@
 
 JAX reuses the memory of a donated array, and on some versions crashes when that memory
 is in use elsewhere: by the same array in another argument, or by another array that
-was made without copying. What came out of an earlier donating run is known to be free
-of that, unless it was shared since; all else is copied before it is donated.
+was made without copying. What came out of an earlier donating run is free of that as
+long as nobody looked at its shards; all else is copied before it is donated.
 
 What is known of an array is noted on the array itself, and so ends with it.
 """
@@ -18,6 +18,7 @@ import jax
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from .arguments import Kind, Leaf
+from .placement import is_key
 
 _clock = itertools.count(1)
 
@@ -28,6 +29,12 @@ _APART = "_replicax_apart"
 """Set on what was found to share no memory with an array about to be donated: when.
 
 It never will with what comes out of later runs.
+"""
+
+_SHARED = "addressable_shards"
+"""Set by JAX when the shards of an array were asked for, by the user or by JAX itself.
+
+They are arrays of their own in the same memory, and would be consumed with it.
 """
 
 
@@ -85,19 +92,21 @@ class Donor:
         self._kept = sorted(set(range(len(arrays))) - set(donated))
         self._may_share: set[tuple[int, int]] = set()
 
-    def prepare(self, arrays: list[Any]) -> None:
+    def prepare(self, arrays: list[Any], given: Sequence[Any]) -> None:
         """Replaces, in place, donated arrays by copies where somebody needs them.
 
         Args:
           arrays: The arrays, placed.
+          given: The arrays as the caller passed them, who still holds them.
         """
         consumed.any = True
         self._may_share.update(self._alike(arrays))
         seen = {id(arrays[i]) for i in self._kept}
-        together = not self._lie_apart(arrays)
+        together = not (self._lie_apart(arrays) and self._lie_apart(given))
         for i in self._donated:
             x = arrays[i]
-            if together or id(x) in seen or vars(x).pop(_BORN, None) is None:
+            is_own = vars(x).pop(_BORN, None) is not None and _SHARED not in vars(x)
+            if together or not is_own or id(x) in seen:
                 arrays[i] = self._copy(x)
             seen.add(id(x))
 
@@ -129,7 +138,11 @@ class Donor:
                     return None
             if self._may_share and not self._lie_apart(arrays):
                 return None
-            born = [arrays[i].__dict__.pop(_BORN) for i in self._donated]
+            known = [arrays[i].__dict__ for i in self._donated]
+            for notes in known:
+                if _SHARED in notes:
+                    return None
+            born = [notes.pop(_BORN) for notes in known]
         except (KeyError, AttributeError):
             return None
         return arrays, born
@@ -190,6 +203,7 @@ def _are_apart(kept: Any, donated: Any) -> bool:
 
 
 def _addresses(x: jax.Array) -> set[int]:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
-    return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
+    shards = range(len(x.sharding.addressable_devices))
+    return {x.addressable_data(i).unsafe_buffer_pointer() for i in shards}

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from . import collectives, nnx_metrics
+from .placement import is_key
 from .state import StateWrite
 
 if TYPE_CHECKING:
@@ -78,13 +78,9 @@ def fold_keys(leaves: list[Any], slots: Sequence[Slot], strategy: Strategy) -> N
 
 def _fold_in(keys: jax.Array, data: jax.Array) -> jax.Array:
     fold = jax.random.fold_in
-    for _ in range(keys.ndim if _is_typed_key(keys) else keys.ndim - 1):
+    for _ in range(keys.ndim if is_key(keys) else keys.ndim - 1):
         fold = jax.vmap(fold, in_axes=(0, None))
     return fold(keys, data)
-
-
-def _is_typed_key(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,9 @@ class RunOptions:
       donate: Arguments that the step may consume: a position in ``args``, or a tuple
         of positions in ``args`` and names in ``kwargs``. The memory of their arrays is
         reused for outputs. Arrays that an earlier donating run returned are consumed
-        and must not be used afterwards, as in ``jax.jit``; all others are copied
-        first, so the caller's originals survive the first step of a loop.
+        and must not be used afterwards, as in ``jax.jit``; all others, and those
+        whose shards somebody holds, are copied first, so the caller's originals
+        survive the first step of a loop. Random keys are never consumed.
       allow_divergence: Accepts per-replica values where an earlier call of the same
         function had a mirrored one, as in local SGD. Otherwise this raises
         ``ReplicaDivergenceError``.

@@ -127,7 +127,7 @@ class Placer:
         for name, x in named:
             if isinstance(x, jax.core.Tracer) or not self.lies_as(x, self.replicated):
                 continue
-            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            if is_key(x):
                 x = jax.random.key_data(x)
             copies = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
             if any(c != copies[0] for c in copies):
@@ -158,6 +158,12 @@ def _frozen(x: Any) -> Any:
 def as_array(x: Any) -> Any:
     """Returns a component as an array: jax arrays as they are, the rest as numpy."""
     return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of random keys."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_numeric(x: Any) -> bool:

@@ -130,14 +130,15 @@ class Program:
         Raises:
           ConsumedArgumentError: An array was consumed by an earlier run.
         """
-        arrays = [leaves[i] for i in self._positions]
-        self._refuse_consumed(arrays)
+        given = [leaves[i] for i in self._positions]
+        self._refuse_consumed(given)
+        arrays = list(given)
         for i, sharding in self._shardings.items():
             if getattr(arrays[i], "sharding", None) is not sharding:
                 arrays[i] = leaves[self._positions[i]] = self._place(i, arrays[i])
                 self._shardings[i] = arrays[i].sharding
         if self.donor is not None:
-            self.donor.prepare(arrays)
+            self.donor.prepare(arrays, given)
         fence = self._strategy.fence
         fence.pass_gate()
         with LAUNCHING:

@@ -804,6 +804,51 @@ def test_memory_that_another_argument_shares_with_a_donated_one_survives():
     assert float(whole.sum()) == float(first.sum()) == 2000.0
 
 
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.addressable_shards[0].data,
+        lambda x: jax.device_put(x, x.sharding.mesh.devices.flat[-1]),
+        lambda x: jax.random.key_data(x) if "key" in str(x.dtype) else jnp.copy(x),
+    ],
+)
+@pytest.mark.parametrize("make", [lambda: jnp.ones(9), lambda: jax.random.key(3)])
+def test_donation_deletes_nothing_that_was_made_of_a_donated_array(devices, view, make):
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
+
+    def step(x):
+        return jax.random.fold_in(x, 1) if "key" in str(x.dtype) else x + 1
+
+    x, held = make(), []
+    for i in range(8):
+        if i % 3:  # sometimes by the short way, sometimes not
+            held.append(view(x))
+        x = strategy.run(step, (x,), options=rx.RunOptions(donate=0))
+    if x.dtype == jnp.float32:
+        assert [float(h[0]) for h in held] == [2.0, 3.0, 5.0, 6.0, 8.0]
+    assert not any(h.is_deleted() for h in held)
+
+
+def test_donation_goes_on_once_nobody_looks_at_shards():
+    x, deleted = jnp.ones(3), []
+    for i in range(6):
+        before = x
+        x = TWO.run(lambda x: x + 1, (x,), options=rx.RunOptions(donate=0))
+        deleted.append(before.is_deleted())
+        if i == 2:
+            assert len(x.addressable_shards) == 2
+    assert deleted == [False, True, True, False, True, True]
+
+
+def test_a_donated_array_survives_in_an_argument_that_has_to_be_placed():
+    x, options = jnp.ones(3), rx.RunOptions(donate=0)
+    for _ in range(4):
+        part = x.addressable_data(0)
+        x, same = TWO.run(lambda x, part: (x + 1, part), (x, part), options=options)
+        assert same.tolist() == part.tolist()
+
+
 # -- divergence ----------------------------------------------------------------------
 
 
