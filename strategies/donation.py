@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
+from replicax import _compat
+
 from .arguments import Kind, Leaf
 from .placement import is_key
 
@@ -205,5 +207,4 @@ def _are_apart(kept: Any, donated: Any) -> bool:
 def _addresses(x: jax.Array) -> set[int]:
     if is_key(x):
         x = jax.random.key_data(x)
-    shards = range(len(x.sharding.addressable_devices))
-    return {x.addressable_data(i).unsafe_buffer_pointer() for i in shards}
+    return {part.unsafe_buffer_pointer() for part in _compat.parts_of(x)}

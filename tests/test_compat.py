@@ -108,3 +108,14 @@ def test_the_number_of_signatures_grows_with_places_as_well_as_shapes():
     assert _compat.num_signatures(f) == 2
     f(jnp.ones(3))
     assert _compat.num_signatures(f) == 3
+
+
+def test_parts_are_those_of_the_shards_and_leave_no_trace():
+    sharding = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(jax.devices()[:2], "x"), jax.sharding.PartitionSpec()
+    )
+    x = jax.device_put(jnp.arange(3.0), sharding)
+    pointers = [part.unsafe_buffer_pointer() for part in _compat.parts_of(x)]
+    assert "addressable_shards" not in vars(x)
+    assert pointers == [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
+    assert "addressable_shards" in vars(x)
