@@ -45,11 +45,19 @@ from .strategies.cross_device_ops import (
 )
 from .strategies.devices import set_virtual_devices
 from .strategies.extended import StrategyExtended
+from .strategies.function import function
 from .strategies.mirrored import MirroredStrategy
 from .strategies.one_device import OneDeviceStrategy
 from .strategies.options import RunOptions
 from .strategies.replica_context import ReplicaContext
 from .strategies.strategy import Strategy
+from .strategies.variables.scatter import IndexedSlices
+from .strategies.variables.synchronization import (
+    VariableAggregation,
+    VariableSynchronization,
+)
+from .strategies.variables.trees import read, variables
+from .strategies.variables.variable import Variable
 
 __version__ = _version("replicax")
 
@@ -64,6 +72,7 @@ __all__ = [
     "DistributedValues",
     "DivergentCollectiveError",
     "HierarchicalCopyAllReduce",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -84,14 +93,20 @@ __all__ = [
     "StrategyExtended",
     "UnevenBatchError",
     "ValueContext",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "assert_mirrored",
     "datasets",
     "experimental_set_strategy",
+    "function",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "read",
     "set_virtual_devices",
+    "variables",
 ]
 
 # Errors, reprs and pickles show the public path of a name, not the file it lives in.

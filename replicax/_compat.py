@@ -18,7 +18,9 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.extend.core
 import jax.ref
+import numpy as np
 from jax._src import core as _core
 from jax._src.state.types import RefEffect as _RefEffect
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
@@ -27,6 +29,26 @@ from jax.interpreters import ad, batching, mlir
 # Whether the caller runs outside of every JAX transformation. An alias, since it stands
 # on the path of every call of a step.
 no_trace_is_active = _core.trace_ctx.is_top_level
+
+
+def trace_level() -> Any:
+    """Stands for the trace that operations are recorded in now; compare with ``==``.
+
+    Each transformation (``jax.jit``, ``jax.grad``, the body of a ``lax.scan``) makes a
+    level of its own. Stands on ``jax.extend.core.get_opaque_trace_state``.
+    """
+    return jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+
+def is_staged() -> bool:
+    """Whether operations are recorded now, rather than carried out.
+
+    So it is in a ``jax.jit``, but not in a ``jax.grad`` or ``jax.vmap`` by itself.
+    """
+    return isinstance(jax.lax.add(_ZERO, _ZERO), jax.core.Tracer)
+
+
+_ZERO = np.float32(0)
 
 
 def is_searched_for_nans() -> bool:
@@ -127,6 +149,49 @@ def collective_of_one(x: jax.Array, collective: str) -> jax.Array:
       collective: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
     """
     return collective_of_one_p.bind(x, collective=collective)
+
+
+class Aggregated:
+    """What an :func:`aggregate` compiles to, to be decided by the proof.
+
+    Args:
+      communicate: Combines a value that may differ between replicas.
+      without: Does so for one that is the same on all of them.
+
+    Attributes:
+      varies: Whether the value may differ. Set between tracing and lowering.
+    """
+
+    def __init__(
+        self,
+        communicate: Callable[[jax.Array], jax.Array],
+        without: Callable[[jax.Array], jax.Array],
+    ):
+        self._communicate = communicate
+        self._without = without
+        self.varies = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Combines ``x`` over the replicas."""
+        return (self._communicate if self.varies else self._without)(x)
+
+
+aggregate_p = Primitive("aggregate")
+"""Combines a value over replicas. Its lowering asks :class:`Aggregated` how.
+
+Stands on ``jax.interpreters`` and on ``mlir.lower_fun``.
+"""
+aggregate_p.def_abstract_eval(lambda x, *, axis_name, how: x)
+mlir.register_lowering(
+    aggregate_p,
+    mlir.lower_fun(lambda x, *, axis_name, how: how(x), multiple_results=False),
+)
+batching.defvectorized(aggregate_p)
+
+
+def aggregate(x: jax.Array, axis_name: str, how: Aggregated) -> jax.Array:
+    """Returns ``x`` combined over replicas, as ``how`` will say when it is lowered."""
+    return aggregate_p.bind(x, axis_name=axis_name, how=how)
 
 
 # -- captured arrays -----------------------------------------------------------------

@@ -27,6 +27,7 @@ class _Frame(NamedTuple):
 
     strategy: Strategy
     replica_context: ReplicaContext | None
+    is_updating: bool = False
 
 
 class _PerThread(threading.local):
@@ -175,6 +176,12 @@ def stands_outside(strategy: Strategy) -> bool:
     )
 
 
+def is_updating() -> bool:
+    """Whether the caller is in a function that ``extended.update`` calls."""
+    frames = _thread.frames
+    return bool(frames) and frames[-1].is_updating
+
+
 def in_merge_call() -> bool:
     """Whether the caller is in a function that a step passed to ``merge_call``."""
     frames = _thread.frames
@@ -188,9 +195,9 @@ def in_merge_call() -> bool:
 
 
 @contextlib.contextmanager
-def cross_replica(strategy: Strategy) -> Iterator[Strategy]:
+def cross_replica(strategy: Strategy, is_updating: bool = False) -> Iterator[Strategy]:
     """Puts the caller in the cross-replica context of ``strategy``."""
-    _thread.frames.append(_Frame(strategy, None))
+    _thread.frames.append(_Frame(strategy, None, is_updating))
     try:
         yield strategy
     finally:

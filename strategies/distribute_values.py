@@ -12,6 +12,7 @@ from replicax.values import PerReplica, ValueContext
 
 from .merge import is_per_replica
 from .placement import as_array, from_components, is_numeric
+from .variables.frames import is_variable
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -49,13 +50,15 @@ def _together(strategy: Strategy, parts: list[Any]) -> PerReplica:
 
 def local_results(strategy: Strategy, value: Any) -> tuple[Any, ...]:
     """Returns the components of ``value``, one structure for each replica."""
-    if is_per_replica(value):
+    if is_per_replica(value) or is_variable(value):
         return value.values
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     if treedef == jax.tree.structure(0) or value is None:
         return (value,)
     columns = [
-        x.values if is_per_replica(x) else (x,) * strategy.num_replicas_in_sync
+        x.values
+        if is_per_replica(x) or is_variable(x)
+        else (x,) * strategy.num_replicas_in_sync
         for x in leaves
     ]
     return tuple(

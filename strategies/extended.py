@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,22 @@ import jax.core
 
 from replicax.values import ReduceOp
 
-from .context import require_cross_replica
+from .context import (
+    cross_replica,
+    get_replica_context,
+    in_merge_call,
+    require_cross_replica,
+)
 from .cross_device_ops import check_destinations
-from .merge import TracedPerReplica, is_per_replica
+from .merge import (
+    TracedPerReplica,
+    component_for_replica,
+    is_per_replica,
+    join_replicas,
+)
 from .placement import stack
+from .variables.frames import is_variable
+from .variables.variable import Variable
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -137,3 +150,135 @@ class StrategyExtended:
     def value_container(self, value: Any) -> Any:
         """Returns the value that a component belongs to: here, the value itself."""
         return value
+
+    # -- variables -------------------------------------------------------------------
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls a function that updates a variable, where each copy of it lies.
+
+        The function is traced once for all copies. Writes in it are not aggregated: it
+        gets what the others passed by way of the arguments, for example a reduced
+        gradient. A copy that would become different from the others is refused.
+
+        Args:
+          var: A variable of this strategy.
+          fn: Called as ``fn(var, *args, **kwargs)``; per-replica values among the
+            arguments arrive as the component that belongs to the copy.
+          args: Positional arguments.
+          kwargs: Keyword arguments.
+          group: Whether to return one value rather than a tuple of local results.
+
+        Returns:
+          What ``fn`` returns. In a step, or without ``group``, this replica's or a
+          tuple of all of this process's.
+
+        Raises:
+          TypeError: ``var`` is no variable.
+          ReplicaDivergenceError: The copies would become different.
+          ContextError: In another strategy's scope.
+
+        Example:
+          >>> import replicax as rx
+          >>> strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> with strategy.scope():
+          ...     w = rx.Variable(1.0)
+          >>> gradients = rx.PerReplica([1.0, 2.0])
+          >>> total = strategy.extended.reduce_to("sum", gradients, w)
+          >>> _ = strategy.extended.update(
+          ...     w, lambda w, g: w.assign_sub(0.1 * g), args=(total,))
+          >>> round(float(w), 4)
+          0.7
+        """
+        if not is_variable(var):
+            raise TypeError(f"update needs an rx.Variable. Got {type(var).__name__}.")
+        given = tuple(args), dict(kwargs or {})
+        context = get_replica_context()
+        if context is not None and context.strategy is self._strategy:
+            if context.is_traced:
+                return context.merge_call(self._update, (var, fn, given))
+        require_cross_replica(self._strategy, "update", "it in a scope")
+        if in_merge_call():
+            out = self._update(self._strategy, var, fn, given)
+        else:
+            out = self._strategy.run(_update_copies, (var, fn, *given))
+        return out if group else self._strategy.experimental_local_results(out)
+
+    def _update(self, strategy: Any, var: Any, fn: Any, given: Any) -> Any:
+        """Updates a variable while a step is traced around us."""
+        args, kwargs = component_for_replica(given, strategy)
+        with cross_replica(strategy, is_updating=True):
+            out = fn(var, *args, **kwargs)
+        return join_replicas(out, strategy)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls a function where state lies that belongs to no variable.
+
+        Args:
+          colocate_with: Accepted for TF's signature: it lies on all replicas' devices.
+          fn: Called as ``fn(*args, **kwargs)``; see :meth:`update`.
+          args: Positional arguments.
+          kwargs: Keyword arguments.
+          group: As in :meth:`update`.
+
+        Returns:
+          As :meth:`update`.
+        """
+        del colocate_with
+        return self.update(
+            Variable(0, trainable=False, name="non_slot"),
+            lambda _, *args, **kwargs: fn(*args, **kwargs),
+            args,
+            kwargs,
+            group,
+        )
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[jax.Device, ...]:
+        """Returns the devices of state that belongs to none of the variables."""
+        del var_list
+        return self.parameter_devices
+
+    def read_var(self, v: Variable) -> Any:
+        """Returns a variable's value; see ``Variable.read_value``."""
+        return v.read_value()
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether ``v`` is a variable that was made in this strategy's scope."""
+        return is_variable(v) and v.belongs_to(self._strategy)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable
+    ) -> contextlib.AbstractContextManager[None]:
+        """In its ``with``, variables are made where another one lies.
+
+        All variables of this strategy lie on all its devices, so there is only to be
+        checked that the other one is of this strategy.
+
+        Raises:
+          ValueError: It is not.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                "colocate_vars_with needs a variable that was made in this strategy's "
+                f"scope. Got {colocate_with_variable!r}."
+            )
+        return contextlib.nullcontext()
+
+
+def _update_copies(var: Any, fn: Any, args: Any, kwargs: Any) -> Any:
+    """The step that updates the copies of a variable, from between steps."""
+    with cross_replica(var.strategy, is_updating=True):
+        return fn(var, *args, **kwargs)

@@ -20,6 +20,7 @@ from .donation import Donor, holds_deleted
 from .fence import LAUNCHING
 from .placement import is_numeric
 from .traced_step import TracedStep, finish
+from .variables.captured import Captured, MoreVariables
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -92,22 +93,46 @@ class Program:
         self._takes_trees = self.is_repeatable and not donated
         self.num_signatures = 0
 
-        def program(*args: Any, **kwargs: Any) -> Any:
-            if not _expected.active:
-                raise NotRepeated
-            if _compat.is_searched_for_nans():
-                raise FloatingPointError(
-                    f"{step.name} returned a NaN or an infinity, which jax_debug_nans "
-                    "or jax_debug_infs is set to refuse. To find the operation, call "
-                    "the step's parts outside of `run`, or print with jax.debug.print."
-                )
-            return step(*jax.tree.leaves((args, kwargs)))
+        self._donated = donated
+        self.variables = Captured()
+        self._compile()
 
-        program.__name__ = program.__qualname__ = f"run_{step.name}"
+    def _compile(self) -> None:
+        """Makes the jitted functions, for the variables that are known to be used."""
+        variables = self.variables
+
+        def program(*args: Any, **kwargs: Any) -> Any:
+            return self._evaluate(args, kwargs, variables.bound())[0]
+
+        def program_with_variables(
+            read: Any, written: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            bound = variables.bound(read, written)
+            out, news = self._evaluate(args, kwargs, bound)
+            return out, [news.get(v, bound[v]) for v in variables.written]
+
+        donated = self._donated
+        if variables:
+            program = program_with_variables
+            donated = [1, *(i + 2 for i in donated)]
+        program.__name__ = program.__qualname__ = f"run_{self._step.name}"
         self._jitted = jax.jit(program)
         self.donating = (
             jax.jit(program, donate_argnums=donated) if donated else self._jitted
         )
+
+    def _evaluate(self, args: Any, kwargs: Any, bound: Any) -> Any:
+        """The step, while it is traced for new kinds of arguments."""
+        if not _expected.active:
+            raise NotRepeated
+        if _compat.is_searched_for_nans():
+            raise FloatingPointError(
+                f"{self._step.name} returned a NaN or an infinity, which "
+                "jax_debug_nans or jax_debug_infs is set to refuse. To find the "
+                "operation, call the step's parts outside of `run`, or print with "
+                "jax.debug.print."
+            )
+        return self._step(jax.tree.leaves((args, kwargs)), bound)
 
     @property
     def captures_tracers(self) -> bool:
@@ -142,12 +167,29 @@ class Program:
         fence = self._strategy.fence
         fence.pass_gate()
         with LAUNCHING:
-            result = self._call(self.donating, arrays)
+            result = self._launch_with_variables(arrays)
         fence.after_launch(result)
         self.num_signatures = num_signatures(self.donating)
         if self.donor is not None:
             self.donor.own(result)
         return finish(result)
+
+    def _launch_with_variables(self, arrays: list[Any]) -> Any:
+        while True:
+            try:
+                if not self.variables:
+                    return self._call(self.donating, (), arrays)
+                taken = self.variables.take()
+                result, news = self._call(self.donating, taken, arrays)
+            except MoreVariables as more:
+                self._take_more(more)
+                continue
+            self.variables.write(news)
+            return result
+
+    def _take_more(self, more: MoreVariables) -> None:
+        self.variables = self.variables.including(more.used, more.written)
+        self._compile()
 
     def look_closer(self, args: Any, kwargs: Any) -> None:
         """Looks whether new kinds of arguments can be launched with as they are.
@@ -175,7 +217,20 @@ class Program:
             ):
                 with jax.ensure_compile_time_eval():
                     arrays[i] = self._place(i, x)
-        return finish(self._call(self._jitted, arrays))
+        return finish(self._inline_with_variables(arrays))
+
+    def _inline_with_variables(self, arrays: list[Any]) -> Any:
+        while True:
+            try:
+                if not self.variables:
+                    return self._call(self._jitted, (), arrays)
+                loaded = self.variables.load()
+                result, news = self._call(self._jitted, loaded, arrays)
+            except MoreVariables as more:
+                self._take_more(more)
+                continue
+            self.variables.store(news)
+            return result
 
     def named_mirrored(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each argument that must be mirrored."""
@@ -210,7 +265,9 @@ class Program:
             return self._placer.mirrored(x)
         return x
 
-    def _call(self, jitted: Callable[..., Any], arrays: list[Any]) -> Any:
+    def _call(
+        self, jitted: Callable[..., Any], variables: Sequence[Any], arrays: list[Any]
+    ) -> Any:
         args, kwargs = arrays, {}
         if self._takes_trees:
             args, kwargs = self._treedef.unflatten(arrays)
@@ -219,6 +276,6 @@ class Program:
         with _compat.own_mesh(mesh) if foreign else contextlib.nullcontext():
             before, _expected.active = _expected.active, True
             try:
-                return jitted(*args, **kwargs)
+                return jitted(*variables, *args, **kwargs)
             finally:
                 _expected.active = before

@@ -50,6 +50,7 @@ def make_shortcut(
     defaults = fn.__defaults__ if is_function else None
     kwdefaults = fn.__kwdefaults__ if is_function else None
     call, donor = program.donating, program.donor
+    variables = program.variables or None
     fence = strategy.fence
     launches, between_waits = fence.launches, fence.between_waits
 
@@ -83,7 +84,12 @@ def make_shortcut(
             fence.pass_gate()
         try:
             with LAUNCHING:
-                result = call(*args, **kwargs) if kwargs else call(*args)
+                if variables is not None:
+                    taken = variables.take()
+                    result, news = call(*taken, *args, **(kwargs or {}))
+                    variables.write(news)
+                else:
+                    result = call(*args, **kwargs) if kwargs else call(*args)
         except (NotRepeated, ValueError, TypeError):
             if donor is not None:
                 donor.give_back(args, born)

@@ -40,6 +40,8 @@ from .placement import Placer
 from .replica_context import ReplicaContext
 from .run import Runner
 from .shortcut import NOT_REPEATED
+from .variables.layouts import Layout, StackedLayout
+from .variables.synchronization import VariableSynchronization
 
 
 class Strategy:
@@ -99,6 +101,17 @@ class Strategy:
     def cluster_resolver(self) -> None:
         """None: this strategy runs in one process."""
         return None
+
+    def variable_layout(self, synchronization: VariableSynchronization) -> Layout:
+        """How a variable lies on the devices.
+
+        Args:
+          synchronization: Resolved: ``ON_WRITE``, ``ON_READ``; or ``NONE``.
+        """
+        is_local = synchronization is VariableSynchronization.ON_READ
+        if is_local and self.num_replicas_in_sync > 1:
+            return StackedLayout(self.placer)
+        return Layout(self.placer, is_local)
 
     def __repr__(self) -> str:
         names = ", ".join(repr(device_name(d)) for d in self._devices)

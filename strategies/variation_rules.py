@@ -67,6 +67,8 @@ def rule_for(primitive: core.Primitive) -> Rule:
         # A name says what a primitive does only if JAX gave it.
         if primitive is _compat.collective_of_one_p:
             rule = collective_of_one
+        elif primitive is _compat.aggregate_p:
+            rule = aggregate
         elif _compat.is_jax_primitive(primitive):
             rule = RULES.get(primitive.name, elementary)
         else:
@@ -194,6 +196,14 @@ def collective_of_one(
     if eqn.params["collective"] == "reduce_scatter":
         what = _COLLECTIVE.format(name="reduce_scatter")
         return [walk.origin(eqn, what)]
+    return [None]
+
+
+def aggregate(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Makes equal, by a collective only if its operand varies; which is noted here."""
+    if first_cause(operands):
+        eqn.params["how"].varies = True
+        walk.collective(eqn)
     return [None]
 
 
