@@ -130,6 +130,18 @@ class Program:
         Raises:
           ConsumedArgumentError: An array was consumed by an earlier run.
         """
+        fence = self._strategy.fence
+        fence.pass_gate()
+        with LAUNCHING:  # the arguments must not be donated by another thread meanwhile
+            result = self._call(self.donating, self._prepared(leaves))
+        fence.after_launch(result)
+        self.num_signatures = num_signatures(self.donating)
+        if self.donor is not None:
+            self.donor.own(result)
+        return finish(result)
+
+    def _prepared(self, leaves: list[Any]) -> list[Any]:
+        """The arrays, each where it belongs, and those to be donated our own."""
         given = [leaves[i] for i in self._positions]
         self._refuse_consumed(given)
         arrays = list(given)
@@ -139,15 +151,7 @@ class Program:
                 self._shardings[i] = arrays[i].sharding
         if self.donor is not None:
             self.donor.prepare(arrays, given)
-        fence = self._strategy.fence
-        fence.pass_gate()
-        with LAUNCHING:
-            result = self._call(self.donating, arrays)
-        fence.after_launch(result)
-        self.num_signatures = num_signatures(self.donating)
-        if self.donor is not None:
-            self.donor.own(result)
-        return finish(result)
+        return arrays
 
     def look_closer(self, args: Any, kwargs: Any) -> None:
         """Looks whether new kinds of arguments can be launched with as they are.
@@ -164,6 +168,12 @@ class Program:
             self._placer.lies_as(leaves[i], sharding)
             for i, sharding in self._shardings.items()
         )
+
+    def reconsider(self, error: Exception, args: Any, kwargs: Any) -> None:
+        """Raises the error of a repeated launch, unless it came of its arguments."""
+        self.look_closer(args, kwargs)
+        if self.is_repeatable and not isinstance(error, NotRepeated):
+            raise error
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
         """Runs the step inside the trace that the caller is in; see :meth:`launch`."""

@@ -71,24 +71,24 @@ def make_shortcut(
                     return NOT_REPEATED
         except ValueError:  # a name without a value yet
             return NOT_REPEATED
-        born: Any = None
-        if donor is not None:
-            taken = donor.take(args, kwargs)
-            if taken is None:
-                return NOT_REPEATED
-            (args, born), kwargs = taken, None
-        elif consumed.any and holds_deleted((args, kwargs)):
-            return NOT_REPEATED
         if fence.is_closed:
             fence.pass_gate()
-        try:
-            with LAUNCHING:
-                result = call(*args, **kwargs) if kwargs else call(*args)
-        except (NotRepeated, ValueError, TypeError):
+        with LAUNCHING:  # the arguments must not be donated by another thread meanwhile
+            born: Any = None
             if donor is not None:
-                donor.give_back(args, born)
-                program.look_closer(args, {})  # some may lie elsewhere each time
-            return NOT_REPEATED
+                taken = donor.take(args, kwargs)
+                if taken is None:
+                    return NOT_REPEATED
+                (args, born), kwargs = taken, None
+            elif consumed.any and holds_deleted((args, kwargs)):
+                return NOT_REPEATED
+            try:
+                result = call(*args, **kwargs) if kwargs else call(*args)
+            except (NotRepeated, ValueError, TypeError) as error:
+                if donor is not None:
+                    donor.give_back(args, born)
+                program.reconsider(error, args, kwargs or {})
+                return NOT_REPEATED
         if num_signatures(call) != program.num_signatures:
             program.look_closer(args, kwargs or {})
         if donor is not None:
