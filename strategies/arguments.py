@@ -21,7 +21,7 @@ import numpy as np
 from replicax.errors import StaticArgumentError
 
 from .merge import is_per_replica
-from .placement import is_key
+from .placement import may_be_key
 
 
 class Kind(enum.Enum):
@@ -53,7 +53,8 @@ class Leaf:
       name: What to call it in an error, for example ``batch['image']``.
       kind: How it enters the step.
       donated: Whether the step may consume it. A random key it never may: it is
-        small, and ``jax.random.key_data`` shares its memory without a trace.
+        small, and ``jax.random.key_data`` and ``wrap_key_data`` share its memory
+        without a trace.
     """
 
     name: str
@@ -106,7 +107,7 @@ def describe_leaves(
             Leaf(
                 name=root + jax.tree_util.keystr(path[2:]),
                 kind=Kind.PER_REPLICA if is_per_replica(leaf) else kind_of(type(leaf)),
-                donated=key in donated and not is_key(jax.tree.leaves(leaf)[0]),
+                donated=key in donated and not may_be_key(jax.tree.leaves(leaf)[0]),
             )
         )
     return leaves

@@ -166,13 +166,12 @@ class _Program:
         with LAUNCHING:
             while True:
                 try:
-                    out, news = self._jitted(*self._captured.take(), *arrays)
+                    out = self._captured.launcher(self._jitted)(*arrays)
                     break
                 except MoreVariables as more:
                     self._captured = self._captured.including(more.used, more.written)
                     self._jitted = self._compiled()
-            self._captured.write(news)
-        fence.after_launch(out if jax.tree.leaves(out) else news)
+        fence.after_launch(out)
         return without_statics(out)
 
     def _fence(self) -> Any:
@@ -183,14 +182,16 @@ class _Program:
     def _compiled(self) -> Callable[..., Any]:
         captured = self._captured
 
-        def program(read: Any, written: Any, *arrays: Any) -> Any:
-            out, news = self._evaluate(arrays, captured.bound(read, written))
-            return out, news
+        def program(*arrays: Any) -> Any:
+            if not captured:
+                return self._evaluate(arrays, captured.bound())[0]
+            read, written, *arrays = arrays
+            return self._evaluate(arrays, captured.bound(read, written))
 
         program.__name__ = program.__qualname__ = getattr(
             self._fn, "__name__", type(self._fn).__name__
         )
-        return jax.jit(program, donate_argnums=1)
+        return jax.jit(program, donate_argnums=1 if captured else ())
 
     def _evaluate(self, arrays: Sequence[Any], bound: Bound) -> tuple[Any, list[Any]]:
         signature = tuple(map(jax.typeof, arrays))

@@ -17,6 +17,7 @@ from flax import nnx
 from . import nnx_metrics
 from .arguments import Kind, Leaf, describe_leaves
 from .call import Call, ProgramCall
+from .interrupts import held_back
 from .merge import is_per_replica, replica_structure
 from .nnx_variables import NnxLift, Slot, fold_keys, is_object, is_variable
 from .options import RunOptions
@@ -86,7 +87,7 @@ class GraphCall(Call):
                 call.forget = lambda: self._calls.pop(key, None)
                 drop_oldest(self._calls)
             out, values, (graphdef, statedef) = call.launch(leaves, options)
-            with nnx.merge_context(_GRAPH, inner=False) as context:
+            with held_back(), nnx.merge_context(_GRAPH, inner=False) as context:
                 _, returned = context.merge(graphdef, statedef.unflatten(values))
         return _put_back(out, returned)
 

@@ -19,6 +19,7 @@ from flax import nnx
 from . import nnx_metrics
 from .arguments import Kind, Leaf, describe_leaves
 from .call import Call, ProgramCall
+from .interrupts import held_back
 from .merge import is_per_replica, replica_structure
 from .nnx_graph import GraphCall
 from .nnx_variables import NnxLift, Slot, fold_keys, is_object, is_variable
@@ -115,11 +116,12 @@ class TreeCall(Call):
         self, leaves: list[Any], variables: list[Any], options: RunOptions
     ) -> Any:
         out, values, written = self._call.launch(leaves, options)
-        for variable, slot in zip(variables, self._slots, strict=True):
-            if leaves[slot.leaf] is not variable.get_raw_value():
-                variable.set_raw_value(leaves[slot.leaf])  # placed on the devices
-        for i, value in zip(written, values, strict=True):
-            variables[i].set_raw_value(value)
+        with held_back():
+            for variable, slot in zip(variables, self._slots, strict=True):
+                if leaves[slot.leaf] is not variable.get_raw_value():
+                    variable.set_raw_value(leaves[slot.leaf])  # placed on the devices
+            for i, value in zip(written, values, strict=True):
+                variables[i].set_raw_value(value)
         return out
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
-
-from replicax.values import PerReplica
 
 from .context import (
     cross_replica,
@@ -18,11 +15,10 @@ from .context import (
     get_strategy,
     has_strategy,
 )
-from .merge import is_per_replica
 from .strategy import Strategy
 from .variables.frames import is_variable
 from .variables.synchronization import VariableAggregation, VariableSynchronization
-from .variables.trees import read, variables
+from .variables.trees import variables
 from .variables.variable import Variable
 
 Reduce = Literal["mean", "sum", "none"]
@@ -88,9 +84,7 @@ class Optimizer:
         self._tx = _transformation(tx)
         self._leaves, self._structure = _checked_variables(variables)
         if reduce not in ("mean", "sum", "none"):
-            raise ValueError(
-                f'reduce must be "mean", "sum" or "none". Got {reduce!r}.'
-            )
+            raise ValueError(f'reduce must be "mean", "sum" or "none". Got {reduce!r}.')
         if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
             raise ValueError(
                 f"accumulate_steps must be a positive int. Got {accumulate_steps!r}."

@@ -127,6 +127,8 @@ class Placer:
         for name, x in named:
             if isinstance(x, jax.core.Tracer) or not self.lies_as(x, self.replicated):
                 continue
+            if x.is_deleted():
+                continue  # the launch will say so
             if is_key(x):
                 x = jax.random.key_data(x)
             copies = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
@@ -164,6 +166,14 @@ def is_key(x: Any) -> bool:
     """Whether ``x`` is an array of random keys."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def may_be_key(x: Any) -> bool:
+    """Whether ``x`` is an array of random keys, or of what they are made of."""
+    if is_key(x):
+        return True
+    shape = getattr(x, "shape", ())
+    return shape[-1:] in ((2,), (4,)) and x.dtype == np.uint32
 
 
 def is_numeric(x: Any) -> bool:

@@ -155,6 +155,19 @@ class Program:
         Raises:
           ConsumedArgumentError: An array was consumed by an earlier run.
         """
+        fence = self._strategy.fence
+        fence.pass_gate()
+        with LAUNCHING:  # the arguments must not be donated by another thread meanwhile
+            arrays = self._prepared(leaves)
+            result = self._until_complete(Captured.launcher, "donating", arrays)
+        fence.after_launch(result)
+        self.num_signatures = num_signatures(self.donating)
+        if self.donor is not None:
+            self.donor.own(result)
+        return finish(result)
+
+    def _prepared(self, leaves: list[Any]) -> list[Any]:
+        """The arrays, each where it belongs, and those to be donated our own."""
         given = [leaves[i] for i in self._positions]
         self._refuse_consumed(given)
         arrays = list(given)
@@ -164,32 +177,7 @@ class Program:
                 self._shardings[i] = arrays[i].sharding
         if self.donor is not None:
             self.donor.prepare(arrays, given)
-        fence = self._strategy.fence
-        fence.pass_gate()
-        with LAUNCHING:
-            result = self._launch_with_variables(arrays)
-        fence.after_launch(result)
-        self.num_signatures = num_signatures(self.donating)
-        if self.donor is not None:
-            self.donor.own(result)
-        return finish(result)
-
-    def _launch_with_variables(self, arrays: list[Any]) -> Any:
-        while True:
-            try:
-                if not self.variables:
-                    return self._call(self.donating, (), arrays)
-                taken = self.variables.take()
-                result, news = self._call(self.donating, taken, arrays)
-            except MoreVariables as more:
-                self._take_more(more)
-                continue
-            self.variables.write(news)
-            return result
-
-    def _take_more(self, more: MoreVariables) -> None:
-        self.variables = self.variables.including(more.used, more.written)
-        self._compile()
+        return arrays
 
     def look_closer(self, args: Any, kwargs: Any) -> None:
         """Looks whether new kinds of arguments can be launched with as they are.
@@ -207,6 +195,12 @@ class Program:
             for i, sharding in self._shardings.items()
         )
 
+    def reconsider(self, error: Exception, args: Any, kwargs: Any) -> None:
+        """Raises the error of a repeated launch, unless it came of its arguments."""
+        self.look_closer(args, kwargs)
+        if self.is_repeatable and not isinstance(error, NotRepeated):
+            raise error
+
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
         """Runs the step inside the trace that the caller is in; see :meth:`launch`."""
         arrays = [leaves[i] for i in self._positions]
@@ -217,20 +211,17 @@ class Program:
             ):
                 with jax.ensure_compile_time_eval():
                     arrays[i] = self._place(i, x)
-        return finish(self._inline_with_variables(arrays))
+        result = self._until_complete(Captured.inliner, "_jitted", arrays)
+        return finish(result)
 
-    def _inline_with_variables(self, arrays: list[Any]) -> Any:
+    def _until_complete(self, way: Any, jitted: str, arrays: list[Any]) -> Any:
+        """Calls a program, made for more variables if it turns out to need them."""
         while True:
             try:
-                if not self.variables:
-                    return self._call(self._jitted, (), arrays)
-                loaded = self.variables.load()
-                result, news = self._call(self._jitted, loaded, arrays)
+                return self._call(way(self.variables, getattr(self, jitted)), arrays)
             except MoreVariables as more:
-                self._take_more(more)
-                continue
-            self.variables.store(news)
-            return result
+                self.variables = self.variables.including(more.used, more.written)
+                self._compile()
 
     def named_mirrored(self, leaves: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the name and value of each argument that must be mirrored."""
@@ -265,9 +256,7 @@ class Program:
             return self._placer.mirrored(x)
         return x
 
-    def _call(
-        self, jitted: Callable[..., Any], variables: Sequence[Any], arrays: list[Any]
-    ) -> Any:
+    def _call(self, jitted: Callable[..., Any], arrays: list[Any]) -> Any:
         args, kwargs = arrays, {}
         if self._takes_trees:
             args, kwargs = self._treedef.unflatten(arrays)
@@ -276,6 +265,6 @@ class Program:
         with _compat.own_mesh(mesh) if foreign else contextlib.nullcontext():
             before, _expected.active = _expected.active, True
             try:
-                return jitted(*variables, *args, **kwargs)
+                return jitted(*args, **kwargs)
             finally:
                 _expected.active = before

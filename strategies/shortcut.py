@@ -50,7 +50,7 @@ def make_shortcut(
     defaults = fn.__defaults__ if is_function else None
     kwdefaults = fn.__kwdefaults__ if is_function else None
     call, donor = program.donating, program.donor
-    variables = program.variables or None
+    launch = program.variables.launcher(call)
     fence = strategy.fence
     launches, between_waits = fence.launches, fence.between_waits
 
@@ -72,29 +72,24 @@ def make_shortcut(
                     return NOT_REPEATED
         except ValueError:  # a name without a value yet
             return NOT_REPEATED
-        born: Any = None
-        if donor is not None:
-            taken = donor.take(args, kwargs)
-            if taken is None:
-                return NOT_REPEATED
-            (args, born), kwargs = taken, None
-        elif consumed.any and holds_deleted((args, kwargs)):
-            return NOT_REPEATED
         if fence.is_closed:
             fence.pass_gate()
-        try:
-            with LAUNCHING:
-                if variables is not None:
-                    taken = variables.take()
-                    result, news = call(*taken, *args, **(kwargs or {}))
-                    variables.write(news)
-                else:
-                    result = call(*args, **kwargs) if kwargs else call(*args)
-        except (NotRepeated, ValueError, TypeError):
+        with LAUNCHING:  # the arguments must not be donated by another thread meanwhile
+            born: Any = None
             if donor is not None:
-                donor.give_back(args, born)
-                program.look_closer(args, {})  # some may lie elsewhere each time
-            return NOT_REPEATED
+                taken = donor.take(args, kwargs)
+                if taken is None:
+                    return NOT_REPEATED
+                (args, born), kwargs = taken, None
+            elif consumed.any and holds_deleted((args, kwargs)):
+                return NOT_REPEATED
+            try:
+                result = launch(*args, **kwargs) if kwargs else launch(*args)
+            except (NotRepeated, ValueError, TypeError) as error:
+                if donor is not None:
+                    donor.give_back(args, born)
+                program.reconsider(error, args, kwargs or {})
+                return NOT_REPEATED
         if num_signatures(call) != program.num_signatures:
             program.look_closer(args, kwargs or {})
         if donor is not None:

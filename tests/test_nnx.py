@@ -1,5 +1,6 @@
 """Flax nnx objects as arguments of ``run``."""
 
+import signal
 import types
 
 import jax
@@ -56,6 +57,31 @@ def train_step(model, optimizer, x, y):
 
 def arrays_of(*objects):
     return [np.asarray(a) for a in jax.tree.leaves(nnx.state(objects, nnx.Param))]
+
+
+def test_an_interrupt_leaves_no_model_half_written(monkeypatch):
+    model = MLP(nnx.Rngs(0))
+
+    def step(model):
+        for variable in jax.tree.leaves(
+            model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        ):
+            if isinstance(variable, nnx.Param):
+                variable[...] = jnp.zeros_like(variable[...])
+
+    TWO.run(step, (MLP(nnx.Rngs(0)),))
+    write = nnx.Variable.set_raw_value
+
+    def interrupted(self, value, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        return write(self, value, **kwargs)
+
+    monkeypatch.setattr(nnx.Variable, "set_raw_value", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        TWO.run(step, (model,))
+    monkeypatch.undo()
+    assert not any(x.any() for x in arrays_of(model))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # -- training ------------------------------------------------------------------------

@@ -849,6 +849,57 @@ def test_a_donated_array_survives_in_an_argument_that_has_to_be_placed():
         assert same.tolist() == part.tolist()
 
 
+def test_raw_keys_are_not_consumed_either():
+    key, donate = jax.random.PRNGKey(0), rx.RunOptions(donate=0)
+    for _ in range(4):
+        typed = jax.random.wrap_key_data(key)
+        key = TWO.run(lambda k: jax.random.split(k)[0], (key,), options=donate)
+        assert not typed.is_deleted()
+
+
+@pytest.mark.parametrize("strategy", [TWO, ONE])
+def test_a_thread_may_use_the_state_that_another_one_donates(strategy):
+    state, donate, seen = [jnp.zeros(4)], rx.RunOptions(donate=0), []
+
+    def evaluate():
+        while not seen or seen[-1] < 200:
+            try:
+                seen.append(float(strategy.run(lambda s: s.max(), (state[0],))))
+            except rx.ConsumedArgumentError:
+                seen.append(seen[-1] if seen else 0)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    while thread.is_alive():
+        state[0] = strategy.run(lambda s: s + 1, (state[0],), options=donate)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("donate", [(), 0])
+@pytest.mark.parametrize("strategy", [TWO, ONE])
+def test_an_error_of_the_devices_is_the_callers_and_the_step_runs_once(
+    strategy, donate
+):
+    calls = []
+
+    def host(x):
+        calls.append(x)
+        if len(calls) > 4 * strategy.num_replicas_in_sync:
+            raise ValueError("disk full")
+        return x
+
+    def step(s):
+        x = jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), s[0])
+        return s + rx.get_replica_context().all_reduce("mean", x)
+
+    state, options = jnp.ones(3), rx.RunOptions(donate=donate)
+    for _ in range(4):
+        state = jax.block_until_ready(strategy.run(step, (state,), options=options))
+    with pytest.raises(Exception, match="disk full"):
+        jax.block_until_ready(strategy.run(step, (state,), options=options))
+    assert len(calls) == 5 * strategy.num_replicas_in_sync
+
+
 # -- divergence ----------------------------------------------------------------------
 
 

@@ -9,24 +9,29 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..fence import LAUNCHING
+
 
 def _unary(operate: Callable[[Any], Any]) -> Any:
     def method(self: Any) -> Any:
-        return operate(self.for_operator())
+        with LAUNCHING:  # nobody must donate the array meanwhile
+            return operate(self.for_operator())
 
     return method
 
 
 def _binary(operate: Callable[[Any, Any], Any]) -> Any:
     def method(self: Any, other: Any) -> Any:
-        return operate(self.for_operator(), _operand(other))
+        with LAUNCHING:
+            return operate(self.for_operator(), _operand(other))
 
     return method
 
 
 def _reflected(operate: Callable[[Any, Any], Any]) -> Any:
     def method(self: Any, other: Any) -> Any:
-        return operate(_operand(other), self.for_operator())
+        with LAUNCHING:
+            return operate(_operand(other), self.for_operator())
 
     return method
 
@@ -74,14 +79,16 @@ class ArrayOperators:
     __len__, __round__ = _unary(len), _unary(round)
 
     def __getitem__(self, index: Any) -> Any:
-        return jnp.copy(self.for_operator()[index])
+        with LAUNCHING:
+            return jnp.copy(self.for_operator()[index])
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.for_operator())
+        return iter(self[...])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
-        return np.array(self.for_operator(), dtype=dtype)
+        with LAUNCHING:
+            return np.array(self.for_operator(), dtype=dtype)
 
     def __format__(self, spec: str) -> str:
         return format(np.asarray(self) if spec else self, spec)

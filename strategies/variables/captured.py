@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -84,31 +87,51 @@ class Captured:
 
     # -- between traces --------------------------------------------------------------
 
-    def take(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The arrays for a launch, after which :meth:`write` must follow."""
-        return (
-            [v.layout.enter(v.array) for v in self.read],
-            [v.layout.enter(v.take_array()) for v in self.written],
-        )
+    def launcher(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A program as a function of its other arguments, which writes what it wrote.
 
-    def write(self, news: Sequence[jax.Array]) -> None:
-        """Lets the written ones hold what the launch returned."""
-        for v, new in zip(self.written, news, strict=True):
-            v.set_array(v.layout.leave(new))
+        Args:
+          call: The compiled program. Takes the arrays of the variables first, returns
+            its outputs and the new arrays.
+        """
+        return functools.partial(self._launch, call) if self else call
+
+    def _launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+        read = [v.layout.enter(v.array) for v in self.read]
+        written = [v.layout.enter(v.take_array()) for v in self.written]
+        if kwargs:
+            call = functools.partial(call, **kwargs)
+        try:
+            # Python handles a Ctrl-C between its own steps only, of which there is none
+            # here: between the call, which consumes arrays, and keeping what it returns.
+            results.extend(itertools.starmap(call, ((read, written, *args),)))
+        finally:
+            if results:
+                self._write(results[0][1])
+        return results[0][0]
+
+    def _write(self, news: Sequence[jax.Array]) -> None:
+        kept = [v.layout.leave(new) for v, new in zip(self.written, news, strict=True)]
+        # In one go, for the same reason.
+        collections.deque(
+            map(setattr, self.written, itertools.repeat("array"), kept), maxlen=0
+        )
 
     # -- inside of a trace -----------------------------------------------------------
 
-    def load(self) -> tuple[list[Any], list[Any]]:
-        """What stands for them in the function that is being traced."""
-        return [v.array_here() for v in self.read], [
-            v.array_here() for v in self.written
-        ]
+    def inliner(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same in a function that is being traced, where variables are traced."""
+        return functools.partial(self._inline, call) if self else call
 
-    def store(self, news: Sequence[Any]) -> None:
-        """Lets the written ones hold traced arrays there."""
+    def _inline(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        read = [v.array_here() for v in self.read]
+        written = [v.array_here() for v in self.written]
+        result, news = call(read, written, *args, **kwargs)
         frame = frames.current()
         for v, new in zip(self.written, news, strict=True):
             if frame is None:
-                v.store(new)  # refuses
+                v.store(new)  # refuses, unless nothing is traced about it
             else:
                 frame.store(v, new)
+        return result

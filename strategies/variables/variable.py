@@ -16,6 +16,7 @@ from replicax.values import DistributedValues, PerReplica, ReduceOp
 
 from .. import collectives
 from ..context import get_strategy, has_strategy
+from ..fence import LAUNCHING
 from ..merge import TracedPerReplica, is_per_replica
 from ..placement import Placer, as_array, stack
 from . import frames
@@ -186,9 +187,10 @@ class Variable(ArrayOperators, DistributedValues):
           >>> rx.Variable([1, 2]).read_value().tolist()
           [1, 2]
         """
-        value = self._read()
-        if value is self.array:
-            self.is_exposed = True
+        with LAUNCHING:  # nobody must donate it meanwhile
+            value = self._read()
+            if value is self.array:
+                self.is_exposed = True
         return value
 
     value = read_value
@@ -201,7 +203,7 @@ class Variable(ArrayOperators, DistributedValues):
           >>> rx.Variable([1, 2]).numpy()
           array([1, 2], dtype=int32)
         """
-        return np.array(self._read())
+        return np.array(self)
 
     def __jax_array__(self) -> Any:
         return self.read_value()
@@ -219,8 +221,11 @@ class Variable(ArrayOperators, DistributedValues):
                 "`read_value()` is this replica's."
             )
         if self.layout.is_stacked:
-            return PerReplica.from_array(self.array).values
-        return tuple(jnp.copy(s.data) for s in self.array.addressable_shards)
+            with LAUNCHING:
+                self.is_exposed = True
+                return PerReplica.from_array(self.array).values
+        with LAUNCHING:
+            return tuple(jnp.copy(part) for part in _compat.parts_of(self.array))
 
     def _read(self) -> Any:
         array = self.array_here()
