@@ -30,6 +30,7 @@ from .datasets.input_context import InputContext
 from .datasets.options import InputOptions, InputReplicationMode
 from .datasets.sharding import AutoShardPolicy
 from .strategies.assertion import assert_mirrored
+from .strategies.central_storage import CentralStorageStrategy
 from .strategies.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -48,6 +49,7 @@ from .strategies.extended import StrategyExtended
 from .strategies.function import function
 from .strategies.mirrored import MirroredStrategy
 from .strategies.one_device import OneDeviceStrategy
+from .strategies.optimizer import Optimizer, accumulate_gradients
 from .strategies.options import RunOptions
 from .strategies.replica_context import ReplicaContext
 from .strategies.strategy import Strategy
@@ -63,6 +65,7 @@ __version__ = _version("replicax")
 
 __all__ = [
     "AutoShardPolicy",
+    "CentralStorageStrategy",
     "ConsumedArgumentError",
     "ContextError",
     "CrossDeviceOps",
@@ -79,6 +82,7 @@ __all__ = [
     "MirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "Optimizer",
     "OutOfRangeError",
     "PerReplica",
     "PerReplicaError",
@@ -96,6 +100,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "accumulate_gradients",
     "assert_mirrored",
     "datasets",
     "experimental_set_strategy",

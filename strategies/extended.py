@@ -200,9 +200,8 @@ class StrategyExtended:
             raise TypeError(f"update needs an rx.Variable. Got {type(var).__name__}.")
         given = tuple(args), dict(kwargs or {})
         context = get_replica_context()
-        if context is not None and context.strategy is self._strategy:
-            if context.is_traced:
-                return context.merge_call(self._update, (var, fn, given))
+        if context is not None and context.is_traced:
+            return context.merge_call(self._update, (var, fn, given))
         require_cross_replica(self._strategy, "update", "it in a scope")
         if in_merge_call():
             out = self._update(self._strategy, var, fn, given)

@@ -45,8 +45,8 @@ def function(
     ``rx.function``, or of a step, it is a plain call.
 
     Args:
-      fn: The function. Its arguments enter as those of a step: arrays, PerReplica values
-        and numbers are traced, all else is static.
+      fn: The function. Its arguments enter as those of a step: arrays, PerReplica
+        values and numbers are traced, all else is static.
       steps_per_execution: Makes a training loop of it that runs several steps in one
         launch. It is then called with a sequence of batches in place of its first
         argument: ``fn`` is called for each of them in turn, and what it returns is

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .context import (
-    cross_replica,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-)
+from .context import cross_replica, get_replica_context, get_strategy, has_strategy
+from .merge import is_per_replica
 from .strategy import Strategy
 from .variables.frames import is_variable
 from .variables.synchronization import VariableAggregation, VariableSynchronization
-from .variables.trees import variables
+from .variables.trees import variables as make_variables
 from .variables.variable import Variable
+
+if TYPE_CHECKING:
+    import optax
 
 Reduce = Literal["mean", "sum", "none"]
 
@@ -34,7 +33,7 @@ class Optimizer:
 
     Args:
       tx: An Optax transformation, or ``optax.MultiSteps``.
-      variables: A nested structure of :class:`Variable`, such as ``rx.variables`` makes.
+      variables: A nested structure of :class:`Variable`, as ``rx.variables`` makes it.
       reduce: How the gradients of the replicas become one: ``"mean"``, for losses that
         are a mean over a replica's examples; ``"sum"``, for losses that are divided by
         the global batch size; or ``"none"``, for gradients that are reduced already.
@@ -81,32 +80,26 @@ class Optimizer:
         on_gradients: Callable[[Any], Any] | None = None,
         accumulate_steps: int = 1,
     ):
-        self._tx = _transformation(tx)
-        self._leaves, self._structure = _checked_variables(variables)
         if reduce not in ("mean", "sum", "none"):
             raise ValueError(f'reduce must be "mean", "sum" or "none". Got {reduce!r}.')
         if not isinstance(accumulate_steps, int) or accumulate_steps < 1:
             raise ValueError(
                 f"accumulate_steps must be a positive int. Got {accumulate_steps!r}."
             )
+        self._tx = _transformation(tx)
+        self._leaves, self._structure = _flattened(variables)
         self._reduce = reduce
         self._on_gradients = on_gradients
         self.variables = variables
         with self._scope():
-            self.state = _slots(self._tx.init(_values(variables)), "slot")
-            self._accumulated = self._accumulators(accumulate_steps)
-
-    def _accumulators(self, num_steps: int) -> tuple[Any, Variable, int] | None:
-        if num_steps == 1:
-            return None
-        zeros = jax.tree.map(
-            lambda v: jnp.zeros(v.shape, v.dtype), self.variables, is_leaf=is_variable
-        )
-        local = VariableSynchronization.ON_READ, VariableAggregation.MEAN
-        sums = variables(
-            zeros, trainable=False, synchronization=local[0], aggregation=local[1]
-        )
-        return sums, Variable(jnp.int32(0), trainable=False, name="calls"), num_steps
+            self.state = make_variables(
+                self._tx.init(_values(variables)), trainable=False
+            )
+            self._accumulator = (
+                None
+                if accumulate_steps == 1
+                else _Accumulator(variables, accumulate_steps)
+            )
 
     @property
     def strategy(self) -> Strategy:
@@ -130,8 +123,8 @@ class Optimizer:
         per-replica gradients are reduced, and plain ones are taken as reduced already.
 
         Args:
-          grads: Gradients, in the structure of ``variables``. Or pairs of a gradient and
-            its variable, as in TF; all of them.
+          grads: Gradients, in the structure of ``variables``. Or, as in TF, pairs of a
+            gradient and its variable, for all of them.
           **extra_args: For transformations that want more, such as ``value=loss``.
 
         Returns:
@@ -146,13 +139,231 @@ class Optimizer:
         """
         grads = self._in_order(grads)
         context = get_replica_context()
-        if context is not None and (has_strategy() or context.is_traced):
+        if context is not None and context.is_traced:
             return self._apply(grads, extra_args, self._reduce)
-        return self.strategy.run(self._apply_from_outside, (grads, extra_args))
+        if self._reduce != "none":
+            grads = jax.tree.map(self._reduced_already, grads, is_leaf=is_per_replica)
+        return self.strategy.run(self._apply, (grads, extra_args, "none"))
 
-    def _apply_from_outside(self, grads: Any, extra_args: Any) -> jax.Array:
-        raise NotImplementedError
+    def _reduced_already(self, grad: Any) -> Any:
+        if not is_per_replica(grad):
+            return grad
+        return self.strategy.reduce(self._reduce, grad)
 
-    def _apply(self, grads: Any, extra_args: Mapping[str, Any], how: str) -> Any:
+    def _apply(self, grads: Any, extra_args: Any, how: str) -> jax.Array:
+        """Updates everything; a part of a step."""
+        context = get_replica_context()
+
+        def update(grads: Any) -> _Updated:
+            if how != "none":
+                grads = context.all_reduce(how, grads)
+            return self._updated(grads, extra_args)
+
+        if self._accumulator is None:
+            new = update(grads)
+        else:
+            new = self._accumulator.add(grads, update, self._unchanged)
         with cross_replica(self.strategy, is_updating=True):
-            raise NotImplementedError
+            _assign(self.variables, new.variables)
+            _assign(self.state, new.state)
+        return new.norm
+
+    def _updated(self, grads: Any, extra_args: Any) -> _Updated:
+        norm = _global_norm(grads)
+        if self._on_gradients is not None:
+            grads = self._in_order(self._on_gradients(grads))
+        import optax  # takes long: only where it is used
+
+        params = _values(self.variables)
+        state = _values(self.state)
+        updates, state = self._tx.update(grads, state, params, **extra_args)
+        return _Updated(optax.apply_updates(params, updates), state, norm)
+
+    def _unchanged(self) -> _Updated:
+        norm = jnp.zeros((), _global_norm(_values(self.variables)).dtype)
+        return _Updated(_values(self.variables), _values(self.state), norm)
+
+    # -- checking --------------------------------------------------------------------
+
+    def _in_order(self, grads: Any) -> Any:
+        """Gradients in the structure of the variables, each of its variable's shape."""
+        if isinstance(grads, zip) or _are_pairs(grads):
+            given = {variable: grad for grad, variable in grads}
+            if given.keys() != set(self._leaves):
+                raise ValueError(
+                    f"apply_gradients needs one gradient for each of the optimizer's "
+                    f"{len(self._leaves)} variables. Got {len(given)} pairs; missing: "
+                    f"{[v for v in self._leaves if v not in given]}."
+                )
+            grads = self._structure.unflatten(given[v] for v in self._leaves)
+        leaves, structure = jax.tree.flatten(grads, is_leaf=is_per_replica)
+        if structure != self._structure:
+            raise ValueError(
+                "Gradients must have the structure of the optimizer's variables, "
+                f"{self._structure}. Got {structure}."
+            )
+        for grad, variable in zip(leaves, self._leaves, strict=True):
+            if jnp.shape(grad) != variable.shape and not is_per_replica(grad):
+                raise ValueError(
+                    f"The gradient of {variable!r} must have its shape. Got shape "
+                    f"{jnp.shape(grad)}."
+                )
+        return grads
+
+
+class _Updated(NamedTuple):
+    """What an update leads to."""
+
+    variables: Any
+    state: Any
+    norm: jax.Array
+
+
+class _Accumulator:
+    """Adds up each replica's gradients until it is time to reduce them.
+
+    Args:
+      variables: The trained variables.
+      num_steps: How many gradients make an update.
+    """
+
+    def __init__(self, variables: Any, num_steps: int):
+        zeros = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), variables)
+        self._sums = make_variables(
+            zeros,
+            trainable=False,
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.SUM,
+        )
+        self._calls = Variable(jnp.int32(0), trainable=False, name="calls")
+        self._num_steps = num_steps
+
+    def add(
+        self,
+        grads: Any,
+        update: Callable[[Any], _Updated],
+        unchanged: Callable[[], _Updated],
+    ) -> _Updated:
+        """Returns what the gradients lead to: an update, now and then."""
+        sums = jax.tree.map(jnp.add, _values(self._sums), grads)
+        calls = self._calls.read_value() + 1
+
+        def now(sums: Any) -> Any:
+            means = jax.tree.map(lambda x: x / self._num_steps, sums)
+            return update(means), jax.tree.map(jnp.zeros_like, sums)
+
+        def later(sums: Any) -> Any:
+            return unchanged(), sums
+
+        new, sums = jax.lax.cond(calls >= self._num_steps, now, later, sums)
+        with cross_replica(get_strategy(), is_updating=True):
+            _assign(self._sums, sums)
+            self._calls.assign(jnp.where(calls >= self._num_steps, 0, calls))
+        return new
+
+
+def accumulate_gradients(
+    fn: Callable[[Any], Any], batch: Any, num_microbatches: int
+) -> Any:
+    """Calls a function for parts of a batch in turn, and returns the mean of it all.
+
+    For batches whose activations do not fit in memory: only one part is worked on at a
+    time. Reduce the result over replicas once, as ``Optimizer.apply_gradients`` does.
+
+    Args:
+      fn: A function of a part of the batch, for example the ``jax.grad`` or
+        ``jax.value_and_grad`` of a mean loss. Returns a nested structure of arrays.
+      batch: A nested structure of arrays ``[rows, ...]``.
+      num_microbatches: The number of parts. Divides the number of rows.
+
+    Returns:
+      The mean over the parts of what ``fn`` returns, in its structure.
+
+    Raises:
+      ValueError: The number of rows is no multiple of ``num_microbatches``.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import replicax as rx
+      >>> x = jnp.arange(8.0)
+      >>> grad = jax.grad(lambda w, x: jnp.mean(w * x))
+      >>> float(rx.accumulate_gradients(lambda x: grad(1.0, x), x, 4))
+      3.5
+    """
+    leaves = jax.tree.leaves(batch)
+    rows = sorted({jnp.shape(x)[0] for x in leaves})
+    if num_microbatches < 1 or any(n % num_microbatches for n in rows):
+        raise ValueError(
+            f"A batch of {', '.join(map(str, rows))} rows cannot be split into "
+            f"{num_microbatches} microbatches of equal size."
+        )
+    parts = jax.tree.map(
+        lambda x: jnp.reshape(x, (num_microbatches, -1, *jnp.shape(x)[1:])), batch
+    )
+    first = jax.tree.map(lambda x: x[0], parts)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, first)
+    )
+
+    def add(sums: Any, part: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, fn(part)), None
+
+    sums, _ = jax.lax.scan(add, zeros, parts)
+    return jax.tree.map(lambda x: x / num_microbatches, sums)
+
+
+def _transformation(tx: Any) -> optax.GradientTransformationExtraArgs:
+    import optax  # takes long: only where it is used
+
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            "Optimizer needs an Optax transformation, such as optax.adam(1e-3). Got "
+            f"{tx!r}."
+        )
+    return optax.with_extra_args_support(tx)
+
+
+def _flattened(variables: Any) -> tuple[list[Variable], Any]:
+    leaves, structure = jax.tree.flatten(variables)
+    for x in leaves:
+        if not is_variable(x):
+            raise TypeError(
+                "Optimizer trains rx.Variables, such as rx.variables(params) makes of "
+                f"parameters. Got a {type(x).__name__}."
+            )
+    if not leaves:
+        raise ValueError("Optimizer needs at least one variable. Got none.")
+    if len({id(v.strategy) for v in leaves}) > 1:
+        raise ValueError(
+            "An optimizer's variables must be of one strategy. Got variables of "
+            f"{', '.join({repr(v.strategy) for v in leaves})}."
+        )
+    if len({id(v) for v in leaves}) < len(leaves):
+        raise ValueError("A variable was given to the optimizer twice.")
+    return leaves, structure
+
+
+def _are_pairs(grads: Any) -> bool:
+    return (
+        isinstance(grads, (list, tuple))
+        and len(grads) > 0
+        and all(
+            isinstance(x, tuple) and len(x) == 2 and is_variable(x[1]) for x in grads
+        )
+    )
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(lambda v: v.for_operator(), tree)
+
+
+def _assign(tree: Any, values: Any) -> None:
+    jax.tree.map(lambda v, x: v.assign(x), tree, values)
+
+
+def _global_norm(tree: Any) -> jax.Array:
+    squares = [jnp.vdot(x, x).real for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(jnp.stack([jnp.asarray(s, float) for s in squares]).sum())

@@ -294,9 +294,9 @@ class TracedStep:
             frame = frames.Frame(values, self._in_refs, self._strategy)
             entered.append(frame)
             args, kwargs, token = self._lift.rebuild(leaves, self._strategy)
-            with in_replica(ReplicaContext(self._strategy)), explained():
-                with frames.entered(frame):
-                    out = self._fn(*args, **kwargs)
+            context = in_replica(ReplicaContext(self._strategy))
+            with context, frames.entered(frame), explained():
+                out = self._fn(*args, **kwargs)
             refuse_unfinished(out)
             out, writes, record.aux = self._lift.extract(token, out)
             leaves, record.out_tree = jax.tree.flatten(split_for_replica(out))

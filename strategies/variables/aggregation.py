@@ -1,10 +1,10 @@
 """How a write of all replicas becomes one value.
 
 Whether that needs communication is not known while a step is traced: it depends on
-whether the written value differs between replicas, which is found out by the proof that
-follows. So a step records *that* it aggregates, and the decision is made when the
-program is lowered: a value that is the same on all replicas is summed by multiplying it,
-and is its own mean and its own first.
+whether the written value differs between replicas, which the proof that follows finds
+out. So a step records *that* it aggregates, and the decision is made when the program
+is lowered: a value that is the same on all replicas is summed by multiplying it, and is
+its own mean and its own first.
 """
 
 from __future__ import annotations

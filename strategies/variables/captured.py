@@ -103,8 +103,8 @@ class Captured:
         if kwargs:
             call = functools.partial(call, **kwargs)
         try:
-            # Python handles a Ctrl-C between its own steps only, of which there is none
-            # here: between the call, which consumes arrays, and keeping what it returns.
+            # Python handles a Ctrl-C between its own steps only. There is none here
+            # between the call, which consumes arrays, and keeping what it returns.
             results.extend(itertools.starmap(call, ((read, written, *args),)))
         finally:
             if results:
