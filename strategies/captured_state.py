@@ -16,10 +16,7 @@ from typing import Any
 
 import jax
 
-# Their objects hold no user's state, and much of their own.
-_LIBRARIES = frozenset(
-    {"builtins", "jax", "jaxlib", "numpy", "flax", "optax", "replicax"}
-)
+from .function_key import LIBRARIES, global_names
 
 
 def captured_variables(fn: Callable[..., Any]) -> list[tuple[Any, Any]]:
@@ -84,18 +81,14 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value
     elif isinstance(value, dict) and len(value) < 100:
         yield from value.values()
-    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+    elif type(value).__module__.partition(".")[0] not in LIBRARIES:
         yield from getattr(value, "__dict__", {}).values()
         yield getattr(value, "__wrapped__", None)
 
 
 def _named_globals(fn: types.FunctionType) -> Iterator[Any]:
-    """The values of globals that the code, or code nested in it, names."""
-    pending = [fn.__code__]
-    while pending:
-        code = pending.pop()
-        pending.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
-        for name in code.co_names:
-            value = fn.__globals__.get(name)
-            if value is not None and not isinstance(value, (types.ModuleType, type)):
-                yield value
+    """The values of globals that the code, or code nested in it, reads."""
+    for name in global_names(fn.__code__):
+        value = fn.__globals__.get(name)
+        if value is not None and not isinstance(value, (types.ModuleType, type)):
+            yield value

@@ -7,6 +7,7 @@ and what it captures are the same. The key made here says so.
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Sequence
@@ -16,13 +17,19 @@ _BY_VALUE = frozenset({int, bool, str, bytes, type(None), type(Ellipsis)})
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _EMPTY_CELL = object()
 
+LIBRARIES = frozenset(
+    {"builtins", "jax", "jaxlib", "numpy", "flax", "optax", "replicax"}
+)
+"""The packages whose own state is no user's."""
+
 
 def function_key(fn: Any) -> Any:
     """Describes a callable by its code and what it captures.
 
-    Functions are compared by code object, closure cells and defaults; numbers and
-    strings that they capture by value, everything else by identity; bound methods and
-    ``functools.partial`` by their parts; any other callable by identity.
+    Functions are compared by code object, closure cells, defaults and the globals that
+    they read; numbers and strings that they capture by value, everything else by
+    identity; bound methods and ``functools.partial`` by their parts; any other callable
+    by identity.
 
     Args:
       fn: The callable.
@@ -31,10 +38,6 @@ def function_key(fn: Any) -> Any:
       A hashable key. It means something only while the objects whose identity it
       holds are alive (:func:`function_references`), because ids are reused.
     """
-    if type(fn) is types.FunctionType and not (
-        fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__
-    ):  # the usual step: this is on the path of every call
-        return id(fn.__code__), id(fn.__globals__)
     return _of(fn, [], ())
 
 
@@ -82,6 +85,43 @@ def captured_cells(fn: Any) -> list[tuple[Any, Any]]:
     return cells
 
 
+def captured_globals(fn: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Returns the globals that a function reads itself: where, by what name, and what.
+
+    Those that functions which it calls read are not among them: as in ``jax.jit``, the
+    same function object goes on seeing what they were.
+    """
+    while isinstance(fn, (functools.partial, types.MethodType)):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+    if not isinstance(fn, types.FunctionType):
+        return []
+    return [
+        (fn.__globals__, name, value)
+        for name in global_names(fn.__code__)
+        if not isinstance(value := fn.__globals__.get(name), types.ModuleType)
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of the globals that code, or code nested in it, reads and never writes.
+
+    What it writes, such as a count of how often it was traced, says nothing about it.
+    """
+    read: dict[str, None] = {}
+    written: set[str] = set()
+    pending = [code]
+    while pending:
+        code = pending.pop()
+        pending.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                read[instruction.argval] = None
+            elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                written.add(instruction.argval)
+    return tuple(name for name in read if name not in written)
+
+
 def static_key(values: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Describes static arguments: functions as above, everything else by equality.
 
@@ -124,12 +164,22 @@ def _of(value: Any, references: list[Any], inside: tuple[int, ...]) -> Any:
     return _of_identity(value, references)
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
 def _of_function(
     fn: types.FunctionType, references: list[Any], inside: tuple[int, ...]
 ) -> Any:
     references.append(fn.__code__)
     references.append(fn.__globals__)
     key: tuple[Any, ...] = (id(fn.__code__), id(fn.__globals__))
+    if not _is_of_library(fn.__module__):
+        key += tuple(
+            _of(fn.__globals__.get(name), references, inside)
+            for name in global_names(fn.__code__)
+        )
     if fn.__closure__:
         key += tuple(
             _of(contents_of(cell), references, inside) for cell in fn.__closure__

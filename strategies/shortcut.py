@@ -18,7 +18,7 @@ from replicax._compat import no_trace_is_active, num_signatures
 from .context import stands_outside
 from .donation import consumed, holds_deleted
 from .fence import LAUNCHING
-from .function_key import captured_cells
+from .function_key import captured_cells, captured_globals
 from .program import NotRepeated, Program
 from .traced_step import WithState, finish
 
@@ -30,7 +30,7 @@ NOT_REPEATED = object()
 """Says that a call was no repetition after all."""
 
 
-def make_shortcut(
+def make_shortcut(  # noqa: C901 - in one piece, because a call costs time
     strategy: Strategy, fn: Any, options: RunOptions | None, program: Program
 ) -> Callable[..., Any]:
     """Returns a function that makes the same call again.
@@ -45,7 +45,7 @@ def make_shortcut(
       A function of the arguments of ``Strategy.run``. It returns what the step returns;
       or ``NOT_REPEATED``, having done nothing, if this is another call after all.
     """
-    cells = captured_cells(fn)
+    cells, named = captured_cells(fn), captured_globals(fn)
     is_function = isinstance(fn, types.FunctionType)
     defaults = fn.__defaults__ if is_function else None
     kwdefaults = fn.__kwdefaults__ if is_function else None
@@ -54,7 +54,9 @@ def make_shortcut(
     fence = strategy.fence
     launches, between_waits = fence.launches, fence.between_waits
 
-    def run(fn_: Any, args: Any, kwargs: Any, options_: Any) -> Any:
+    def run(  # noqa: C901
+        fn_: Any, args: Any, kwargs: Any, options_: Any
+    ) -> Any:
         if (
             fn_ is not fn
             or options_ is not options
@@ -72,6 +74,9 @@ def make_shortcut(
                     return NOT_REPEATED
         except ValueError:  # a name without a value yet
             return NOT_REPEATED
+        for namespace, name, value in named:
+            if namespace.get(name) is not value:
+                return NOT_REPEATED
         if fence.is_closed:
             fence.pass_gate()
         with LAUNCHING:  # the arguments must not be donated by another thread meanwhile

@@ -609,6 +609,26 @@ def test_programs_are_kept_up_to_a_number(monkeypatch):
     assert len(strategy._runner._calls) == 4
 
 
+_GLOBAL = 1.0
+
+
+def _scaled(x):
+    return x * _GLOBAL
+
+
+def test_a_global_that_a_step_reads_is_seen_when_it_changes():
+    global _GLOBAL
+    x = jnp.ones(2)
+    for value in (1.0, 2.0, 3.0, 3.0):
+        _GLOBAL = value
+        results = [
+            TWO.run(lambda x: x * _GLOBAL, (x,)),  # noqa: B023
+            TWO.run(lambda x: _scaled(x), (x,)),
+            *(TWO.run(_scaled, (x,)) for _ in range(3)),
+        ]
+        assert [float(r[0]) for r in results] == [value] * 5
+
+
 # -- donation ------------------------------------------------------------------------
 
 
