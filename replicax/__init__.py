@@ -45,6 +45,7 @@ from .strategies.cross_device_ops import (
 )
 from .strategies.devices import set_virtual_devices
 from .strategies.extended import StrategyExtended
+from .strategies.losses import compute_average_loss, scale_regularization_loss
 from .strategies.mirrored import MirroredStrategy
 from .strategies.one_device import OneDeviceStrategy
 from .strategies.options import RunOptions
@@ -85,12 +86,14 @@ __all__ = [
     "UnevenBatchError",
     "ValueContext",
     "assert_mirrored",
+    "compute_average_loss",
     "datasets",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "scale_regularization_loss",
     "set_virtual_devices",
 ]
 
