@@ -47,6 +47,7 @@ from .strategies.cross_device_ops import (
 from .strategies.devices import set_virtual_devices
 from .strategies.extended import StrategyExtended
 from .strategies.function import function
+from .strategies.losses import compute_average_loss, scale_regularization_loss
 from .strategies.mirrored import MirroredStrategy
 from .strategies.one_device import OneDeviceStrategy
 from .strategies.optimizer import Optimizer, accumulate_gradients
@@ -102,6 +103,7 @@ __all__ = [
     "VariableSynchronization",
     "accumulate_gradients",
     "assert_mirrored",
+    "compute_average_loss",
     "datasets",
     "experimental_set_strategy",
     "function",
@@ -110,6 +112,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "read",
+    "scale_regularization_loss",
     "set_virtual_devices",
     "variables",
 ]

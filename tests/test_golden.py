@@ -6,10 +6,9 @@ with these figures is used.
 
 Not in the table yet, because what they ask about is not there yet: variables and their
 checkpoints (``create_*``, ``onwrite_*``, ``onread_*``, ``scatter_*``, ``update_*``,
-``optimizer_like_update``, ...), scaling of losses (``avg_loss_*``,
-``scale_reg_loss*``), many workers and their clusters (``mw_*`` but for datasets,
-``mwms_*``, ``tfconfig_*``, ...), and parameter servers (``ps_*``, ``cc_*``, ``sv_*``,
-...).
+``optimizer_like_update``, ...), many workers and their clusters (``mw_*`` but for
+datasets, ``mwms_*``, ``tfconfig_*``, ...), and parameter servers (``ps_*``, ``cc_*``,
+``sv_*``, ...).
 
 TF divides batches unevenly where Replicax raises, pads or drops, so fewer of the
 answers about datasets are the same than of those about running steps.
@@ -22,10 +21,10 @@ import pytest
 
 import replicax as rx
 
-from .golden import datasets, devices, inputs, reductions, sharding, steps
+from .golden import datasets, devices, inputs, losses, reductions, sharding, steps
 from .golden.table import Each, Raises, matches, mirrored, spoiled, values
 
-RUNNING = [*reductions.CASES, *steps.CASES, *devices.CASES]
+RUNNING = [*reductions.CASES, *steps.CASES, *devices.CASES, *losses.CASES]
 # How often TF was asked about datasets, by the first words of the names.
 RECORDED = {
     "batch_sizes_for_worker": 8,
