@@ -30,6 +30,12 @@ from .datasets.input_context import InputContext
 from .datasets.options import InputOptions, InputReplicationMode
 from .datasets.sharding import AutoShardPolicy
 from .strategies.assertion import assert_mirrored
+from .strategies.communication import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from .strategies.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -55,6 +61,10 @@ __version__ = _version("replicax")
 
 __all__ = [
     "AutoShardPolicy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "ConsumedArgumentError",
     "ContextError",
     "CrossDeviceOps",
