@@ -21,6 +21,7 @@ cotangents, and the gradient of an all-gather is this replica's slice of their s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -118,7 +119,8 @@ def all_reduce(
         return value
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     summands = [for_sum(a, op, options.accumulate_dtype) for a in arrays]
-    totals = sum_arrays(summands, axis_name, num_replicas, options)
+    dtypes = [a.dtype for a in arrays]
+    totals = sum_arrays(summands, dtypes, axis_name, num_replicas, options)
     return treedef.unflatten(
         after_sum(total, op, num_replicas, a.dtype)
         for total, a in zip(totals, arrays, strict=True)
@@ -127,14 +129,16 @@ def all_reduce(
 
 def sum_arrays(
     arrays: list[jax.Array],
+    dtypes: Sequence[Any],
     axis_name: str,
     num_replicas: int,
-    options: CommunicationOptions = DEFAULT,
+    options: CommunicationOptions,
 ) -> list[jax.Array]:
     """Sums arrays over replicas, packed and compressed as the options say.
 
     Args:
       arrays: This replica's summands, in the dtypes to sum in.
+      dtypes: The dtypes that they had before :func:`for_sum`.
       axis_name: The mesh axis of the replicas.
       num_replicas: Its size.
       options: How they are sent.
@@ -145,9 +149,13 @@ def sum_arrays(
     where = {"axis_name": axis_name, "num_replicas": num_replicas}
     if num_replicas == 1:
         return psum(arrays, **where)
-    short = options.compression is not None
-    sent = [x.astype(jnp.bfloat16) if short and is_worth_it(x) else x for x in arrays]
-    sums_in = options.accumulate_dtype if short else None
+    sent, sums_in = arrays, None
+    if options.compression is not None:
+        sums_in = options.accumulate_dtype
+        sent = [
+            x.astype(jnp.bfloat16) if is_worth_it(dtype, x.dtype, x.size) else x
+            for x, dtype in zip(arrays, dtypes, strict=True)
+        ]
 
     def send(buffers: list[jax.Array]) -> list[jax.Array]:
         if sums_in is None:

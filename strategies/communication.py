@@ -50,7 +50,7 @@ class CommunicationOptions:
       compression: ``"bfloat16"`` sends float arrays of 4 KB and more as ``bfloat16``;
         None sends them as they are. For ``int8`` see :func:`all_reduce_int8`.
       accumulate_dtype: The dtype to sum in, for example ``"float32"``; None: the dtype
-        that is sent.
+        that is sent. Kept as its name.
 
     Raises:
       ValueError: ``bytes_per_pack`` is negative, ``timeout_seconds`` is not positive,
@@ -172,10 +172,11 @@ def _implementation(which: Any) -> CommunicationImplementation:
     )
 
 
-def _numeric(dtype: Any) -> Any:
+def _numeric(dtype: Any) -> str:
+    """The dtype's name: a dtype itself may be equal to None, as float64 is in numpy."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.number):
-        return dtype
+        return dtype.name
     raise TypeError(f"accumulate_dtype must be a dtype of numbers. Got {dtype}.")
 
 

@@ -4,12 +4,14 @@ An all-reduce of ``n`` replicas sends each number about twice, once as a summand
 once as part of a sum. Here these are two collectives, so that each may have a dtype of
 its own, and the sums are made in a third: each replica is sent its share of all
 replicas' summands, adds them up, and sends the sums to everybody. Both collectives only
-move bytes, which works for dtypes that a backend cannot add.
+move bits, which works for dtypes that a backend cannot add: XLA on CPU would send
+``bfloat16`` as ``float32``.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,21 +28,29 @@ LEVELS = 127
 """The largest number that is sent as an int8: symmetric, so -128 is not."""
 
 
-def is_worth_it(x: jax.Array) -> bool:
-    """Whether an array is large enough, and wide enough, to be sent as bfloat16."""
-    itemsize = x.dtype.itemsize
-    is_wide = jnp.issubdtype(x.dtype, jnp.floating) and itemsize > 2
-    return is_wide and x.size * itemsize >= COMPRESSION_PAYS
+def is_worth_it(dtype: Any, sum_dtype: Any, size: int) -> bool:
+    """Whether to send an array as bfloat16: a float one that is wide and large enough.
+
+    Args:
+      dtype: The dtype of the values: integers are never rounded.
+      sum_dtype: The dtype that they would be sent in otherwise.
+      size: How many there are.
+    """
+    is_wide = jnp.issubdtype(dtype, jnp.floating) and sum_dtype.itemsize > 2
+    return is_wide and size * sum_dtype.itemsize >= COMPRESSION_PAYS
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
 def exchanged_sum(
     x: jax.Array, sum_dtype: Any, sent_dtype: Any, axis_name: str, num_replicas: int
 ) -> jax.Array:
     """Sums an array over replicas in two steps.
 
+    Its gradient is the all-reduce of the cotangents.
+
     Args:
       x: One replica's summand, of the dtype that it is sent in.
-      sum_dtype: The dtype that is summed in, in the order of replicas.
+      sum_dtype: The dtype that is summed in.
       sent_dtype: The dtype that sums are sent in.
       axis_name: The mesh axis of the replicas.
       num_replicas: Its size.
@@ -52,10 +62,33 @@ def exchanged_sum(
         return _compat.collective_of_one(x.astype(sent_dtype), "all_reduce")
     padded = jnp.pad(x.ravel(), (0, -x.size % num_replicas))
     rows = padded.reshape(num_replicas, -1)
-    share = lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0)
-    sums = jnp.sum(share, axis=0, dtype=sum_dtype).astype(sent_dtype)
-    whole = lax.all_gather(sums, axis_name, tiled=True)
-    return whole[: x.size].reshape(x.shape)
+    deal = functools.partial(
+        lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0
+    )
+    collect = functools.partial(lax.all_gather, axis_name=axis_name, tiled=True)
+    sums = jnp.sum(_as_bits(deal, rows), axis=0, dtype=sum_dtype).astype(sent_dtype)
+    return _as_bits(collect, sums)[: x.size].reshape(x.shape)
+
+
+@exchanged_sum.defjvp
+def _exchanged_sum_jvp(
+    sum_dtype: Any,
+    sent_dtype: Any,
+    axis_name: str,
+    num_replicas: int,
+    primals: tuple[jax.Array],
+    tangents: tuple[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    how = (sum_dtype, sent_dtype, axis_name, num_replicas)
+    return exchanged_sum(*primals, *how), lax.psum(*tangents, axis_name)
+
+
+def _as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Moves an array, a ``bfloat16`` one in the guise of integers."""
+    if x.dtype != jnp.bfloat16:
+        return move(x)
+    moved = move(lax.bitcast_convert_type(x, jnp.uint16))
+    return lax.bitcast_convert_type(moved, jnp.bfloat16)
 
 
 def all_reduce_int8(
@@ -78,9 +111,7 @@ def all_reduce_int8(
         return value, value
     leaves = [_float(leaf) for leaf in leaves]
     residuals = _residuals(residual, leaves, treedef)
-    whole = [
-        x.astype(jnp.float32) + r for x, r in zip(leaves, residuals, strict=True)
-    ]
+    whole = [x.astype(jnp.float32) + r for x, r in zip(leaves, residuals, strict=True)]
     scales = _scales(whole, axis_name, num_replicas)
     rounded = [_rounded(x, s) for x, s in zip(whole, scales, strict=True)]
     counts = jnp.int16 if LEVELS * num_replicas <= jnp.iinfo(jnp.int16).max else "int32"

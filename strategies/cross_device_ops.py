@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,8 +122,10 @@ class CrossDeviceOps:
         self, op: ReduceOp, value: PerReplica, options: CommunicationOptions
     ) -> jax.Array:
         def summand(x: jax.Array) -> jax.Array:
+            dtype = x.dtype
             x = collectives.for_sum(x, op, options.accumulate_dtype)
-            if options.compression is None or not is_worth_it(x):
+            size = math.prod(value.shape)
+            if options.compression is None or not is_worth_it(dtype, x.dtype, size):
                 return x
             short = x.astype(jnp.bfloat16)
             return short if options.accumulate_dtype is None else short.astype(x.dtype)

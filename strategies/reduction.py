@@ -118,7 +118,11 @@ def _reduce_step(
     """Reduces one replica's rows together with the other replicas'."""
     partials = _partial_step(rows, op, axes, options)
     totals = collectives.sum_arrays(
-        [total for total, _, _ in partials], axis_name, num_replicas, options
+        [total for total, _, _ in partials],
+        [dtype for _, _, dtype in partials],
+        axis_name,
+        num_replicas,
+        options,
     )
     weights = {i: c for i, (_, c, _) in enumerate(partials) if isinstance(c, jax.Array)}
     if weights:  # counts are sent as they are
