@@ -17,7 +17,7 @@ COMPRESSION_PAYS = 4 * 1024
 
 
 class CommunicationImplementation(enum.Enum):
-    """Which library carries the communication: TF's three names.
+    """Which library carries the communication, by TF's three names.
 
     XLA takes the one that belongs to the devices (NCCL for GPUs, gloo between processes
     on CPUs), so all three mean the same. They are here for programs that name one.
@@ -48,7 +48,8 @@ class CommunicationOptions:
         processes. Those of one process cannot lose each other.
       implementation: A :class:`CommunicationImplementation` or its name.
       compression: ``"bfloat16"`` sends float arrays of 4 KB and more as ``bfloat16``;
-        None sends them as they are. For ``int8`` see :func:`all_reduce_int8`.
+        None sends them as they are. For ``int8`` see
+        :meth:`ReplicaContext.all_reduce_int8`.
       accumulate_dtype: The dtype to sum in, for example ``"float32"``; None: the dtype
         that is sent. Kept as its name.
 
@@ -84,7 +85,8 @@ class CommunicationOptions:
         if self.compression not in (None, "bfloat16"):
             raise ValueError(
                 f"compression must be None or 'bfloat16'. Got {self.compression!r}. "
-                "int8 needs a residual that the caller keeps: use rx.all_reduce_int8."
+                "int8 needs a residual that the caller keeps: call "
+                "ReplicaContext.all_reduce_int8."
             )
         _set(self, "implementation", _implementation(self.implementation))
         if self.accumulate_dtype is not None:
