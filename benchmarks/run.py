@@ -20,6 +20,7 @@ PROGRAMS = [
     ["train_mlp.py", "--devices", "8"],
     ["train_convnet.py", "--devices", "2"],
     ["train_convnet.py", "--devices", "2", "--max-pool"],
+    ["communication.py", "--devices", "2"],
     ["input_pipeline.py", "--devices", "2"],
     ["many_launches.py"],
     ["many_epochs.py"],

@@ -31,6 +31,12 @@ from .datasets.options import InputOptions, InputReplicationMode
 from .datasets.sharding import AutoShardPolicy
 from .strategies.assertion import assert_mirrored
 from .strategies.central_storage import CentralStorageStrategy
+from .strategies.communication import (
+    CollectiveCommunication,
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
 from .strategies.context import (
     experimental_set_strategy,
     get_replica_context,
@@ -67,6 +73,10 @@ __version__ = _version("replicax")
 __all__ = [
     "AutoShardPolicy",
     "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "ConsumedArgumentError",
     "ContextError",
     "CrossDeviceOps",

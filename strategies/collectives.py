@@ -11,6 +11,9 @@ Dtype rules, the same wherever Replicax reduces:
   division, made as ``jnp.mean`` makes it: summed in JAX's default float, which does not
   overflow, and returned in it.
 * ``bool`` has no sum or mean: cast it first.
+* With ``compression="bfloat16"`` a summand is rounded to ``bfloat16`` first, and so is
+  the sum, which is made in ``accumulate_dtype``. Without that, the backend adds up in
+  ``bfloat16`` or in what it has instead. A mean divides after that, in the old dtype.
 
 Their gradients are TF's: the gradient of an all-reduce is the same all-reduce of the
 cotangents, and the gradient of an all-gather is this replica's slice of their sum.
@@ -18,6 +21,7 @@ cotangents, and the gradient of an all-gather is this replica's slice of their s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +30,10 @@ from jax import lax
 
 from replicax import _compat
 from replicax.values import ReduceOp
+
+from .communication import DEFAULT, CommunicationOptions
+from .compression import exchanged_sum, is_worth_it
+from .packing import in_packs
 
 
 def check_reducible(dtype: Any, op: ReduceOp) -> None:
@@ -88,7 +96,7 @@ def all_reduce(
     value: Any,
     axis_name: str,
     num_replicas: int,
-    accumulate_dtype: Any = None,
+    options: CommunicationOptions = DEFAULT,
 ) -> Any:
     """Combines ``value`` over all replicas, element by element.
 
@@ -97,7 +105,7 @@ def all_reduce(
       value: A nested structure of this replica's values.
       axis_name: The mesh axis of the replicas.
       num_replicas: Its size.
-      accumulate_dtype: The dtype to sum in; see the module's dtype rules.
+      options: How it is sent and summed.
 
     Returns:
       The same structure, equal on all replicas.
@@ -110,12 +118,57 @@ def all_reduce(
     if not leaves:
         return value
     arrays = [jnp.asarray(leaf) for leaf in leaves]
-    summands = [for_sum(a, op, accumulate_dtype) for a in arrays]
-    totals = psum(summands, axis_name, num_replicas)
+    summands = [for_sum(a, op, options.accumulate_dtype) for a in arrays]
+    dtypes = [a.dtype for a in arrays]
+    totals = sum_arrays(summands, dtypes, axis_name, num_replicas, options)
     return treedef.unflatten(
         after_sum(total, op, num_replicas, a.dtype)
         for total, a in zip(totals, arrays, strict=True)
     )
+
+
+def sum_arrays(
+    arrays: list[jax.Array],
+    dtypes: Sequence[Any],
+    axis_name: str,
+    num_replicas: int,
+    options: CommunicationOptions,
+) -> list[jax.Array]:
+    """Sums arrays over replicas, packed and compressed as the options say.
+
+    Args:
+      arrays: This replica's summands, in the dtypes to sum in.
+      dtypes: The dtypes that they had before :func:`for_sum`.
+      axis_name: The mesh axis of the replicas.
+      num_replicas: Its size.
+      options: How they are sent.
+
+    Returns:
+      The sums, in their summands' dtypes.
+    """
+    where = {"axis_name": axis_name, "num_replicas": num_replicas}
+    if num_replicas == 1:
+        return psum(arrays, **where)
+    sent, sums_in = arrays, None
+    if options.compression is not None:
+        sums_in = options.accumulate_dtype
+        sent = [
+            x.astype(jnp.bfloat16) if is_worth_it(dtype, x.dtype, x.size) else x
+            for x, dtype in zip(arrays, dtypes, strict=True)
+        ]
+
+    def send(buffers: list[jax.Array]) -> list[jax.Array]:
+        if sums_in is None:
+            return psum(buffers, **where)
+        whole = {i: x for i, x in enumerate(buffers) if x.dtype != jnp.bfloat16}
+        totals = psum(whole, **where) if whole else {}
+        return [
+            totals[i] if i in totals else exchanged_sum(x, sums_in, x.dtype, **where)
+            for i, x in enumerate(buffers)
+        ]
+
+    totals = in_packs(send, sent, options.bytes_per_pack)
+    return [total.astype(x.dtype) for total, x in zip(totals, arrays, strict=True)]
 
 
 def psum(tree: Any, axis_name: str, num_replicas: int) -> Any:

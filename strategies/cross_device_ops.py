@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.values import DistributedValues, PerReplica, ReduceOp
 
 from . import collectives
+from .communication import DEFAULT, CommunicationOptions
+from .compression import is_worth_it
 from .devices import resolve_device
 
 
@@ -38,7 +41,7 @@ class CrossDeviceOps:
         reduce_op: ReduceOp | str,
         per_replica_value: PerReplica,
         destinations: Any,
-        options: Any = None,
+        options: CommunicationOptions | None = None,
     ) -> jax.Array:
         """Combines a per-replica value.
 
@@ -47,7 +50,7 @@ class CrossDeviceOps:
           per_replica_value: A placed per-replica value.
           destinations: Where the result shall lie: a device or its name for one plain
             array there, or a value whose devices are meant, for a mirrored array.
-          options: Accepted for TF's signature.
+          options: Their ``compression`` and ``accumulate_dtype`` are used.
 
         Returns:
           The reduced array.
@@ -57,27 +60,27 @@ class CrossDeviceOps:
           PerReplicaError: Its components were given by hand and never placed.
           ValueError: ``destinations`` is none of the above.
         """
-        del options
         op = ReduceOp.of(reduce_op)
         if not isinstance(per_replica_value, PerReplica):
             raise TypeError(
                 f"reduce needs a PerReplica. Got {type(per_replica_value).__name__}."
             )
         check_destinations(destinations)
-        return self._send(self._reduce(op, per_replica_value), destinations)
+        options = DEFAULT.merge(options)
+        return self._send(self._reduce(op, per_replica_value, options), destinations)
 
     def batch_reduce(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
-        options: Any = None,
+        options: CommunicationOptions | None = None,
     ) -> list[jax.Array]:
         """Combines several values; see :meth:`reduce`.
 
         Args:
           reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN`` or their names.
           value_destination_pairs: Pairs of a value and its destinations.
-          options: Accepted for TF's signature.
+          options: As in :meth:`reduce`.
 
         Returns:
           The reduced arrays, in order.
@@ -115,12 +118,22 @@ class CrossDeviceOps:
         assert isinstance(sharding, NamedSharding)
         return jax.block_until_ready(_all_reduce(sharding.mesh, value.array))
 
-    def _reduce(self, op: ReduceOp, value: PerReplica) -> jax.Array:
+    def _reduce(
+        self, op: ReduceOp, value: PerReplica, options: CommunicationOptions
+    ) -> jax.Array:
+        def summand(x: jax.Array) -> jax.Array:
+            dtype = x.dtype
+            x = collectives.for_sum(x, op, options.accumulate_dtype)
+            size = math.prod(value.shape)
+            if options.compression is None or not is_worth_it(dtype, x.dtype, size):
+                return x
+            short = x.astype(jnp.bfloat16)
+            return short if options.accumulate_dtype is None else short.astype(x.dtype)
+
         if value.is_stacked:
-            summands = PerReplica.from_array(collectives.for_sum(value.array, op))
+            summands = PerReplica.from_array(summand(value.array))
         else:
-            parts = [collectives.for_sum(jnp.asarray(p), op) for p in value.values]
-            summands = PerReplica(parts)
+            summands = PerReplica([summand(jnp.asarray(p)) for p in value.values])
         total = self.accumulate(summands)
         return collectives.after_sum(total, op, value.num_replicas, value.dtype)
 

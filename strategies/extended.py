@@ -11,6 +11,7 @@ import jax.core
 
 from replicax.values import ReduceOp
 
+from .communication import CommunicationOptions
 from .context import (
     cross_replica,
     get_replica_context,
@@ -66,7 +67,7 @@ class StrategyExtended:
         reduce_op: ReduceOp | str,
         value: Any,
         destinations: Any,
-        options: Any = None,
+        options: CommunicationOptions | None = None,
     ) -> Any:
         """Combines a per-replica value and puts the result where it is wanted.
 
@@ -76,7 +77,8 @@ class StrategyExtended:
           destinations: A device or its name, for one plain array there; or a value
             whose devices are meant, for a mirrored array. Inside ``merge_call`` the
             result is mirrored, whatever is named.
-          options: Accepted for TF's signature.
+          options: How it is sent; what is not set here is as the strategy's
+            ``communication_options`` say.
 
         Returns:
           The reduced array.
@@ -92,31 +94,43 @@ class StrategyExtended:
         op = ReduceOp.of(reduce_op)
         check_destinations(destinations)
         if not is_per_replica(value) or isinstance(value, TracedPerReplica):
-            return self._strategy.reduce(op, value)
+            return self._strategy.reduce(op, value, options=options)
         value = stack(value, self._strategy.placer)
         if is_per_replica(destinations) and not destinations.is_stacked:
             destinations = value  # what was given by hand goes to all replicas
+        options = self._strategy.communication_options.merge(options)
         return self._strategy.cross_device_ops.reduce(op, value, destinations, options)
 
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: Any = None,
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Combines several per-replica values; see :meth:`reduce_to`.
+
+        Inside ``merge_call`` they are sent together, the small ones packed.
 
         Args:
           reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN`` or their names.
           value_destination_pairs: Pairs of a value and its destinations.
-          options: Accepted for TF's signature.
+          options: As in :meth:`reduce_to`.
 
         Returns:
           The reduced arrays, in order.
         """
+        traced = {}
+        for i, (value, destinations) in enumerate(value_destination_pairs):
+            if isinstance(value, TracedPerReplica):
+                check_destinations(destinations)
+                traced[i] = value
+        if traced:
+            traced = self._strategy.reduce(reduce_op, traced, options=options)
         return [
-            self.reduce_to(reduce_op, value, destinations, options)
-            for value, destinations in value_destination_pairs
+            traced[i]
+            if i in traced
+            else self.reduce_to(reduce_op, value, destinations, options)
+            for i, (value, destinations) in enumerate(value_destination_pairs)
         ]
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
+from .communication import CommunicationOptions
 from .cross_device_ops import CrossDeviceOps
 from .devices import resolve_devices
 from .strategy import Strategy
@@ -18,6 +19,8 @@ class MirroredStrategy(Strategy):
       devices: jax devices or names such as ``"gpu:0"`` and ``"cpu:1"``; default: all
         devices of the default backend.
       cross_device_ops: How ``reduce`` combines values; default: an XLA all-reduce.
+      communication_options: What holds for every sum over the replicas, unless the call
+        says otherwise; see :class:`CommunicationOptions`.
 
     Raises:
       DeviceError: A device is unknown, repeated, of another process, or of another
@@ -34,5 +37,8 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[jax.Device | str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
     ):
-        super().__init__(resolve_devices(devices), cross_device_ops)
+        super().__init__(
+            resolve_devices(devices), cross_device_ops, communication_options
+        )

@@ -20,6 +20,7 @@ from replicax.errors import PerReplicaError
 from replicax.values import PerReplica, ReduceOp
 
 from . import collectives
+from .communication import DEFAULT, CommunicationOptions
 from .cross_device_ops import CrossDeviceOps
 from .merge import TracedPerReplica, is_per_replica, split_for_replica
 from .options import RunOptions
@@ -41,16 +42,14 @@ def reduce(
     value: Any,
     axis: int | Sequence[int] | None,
     weights: Any,
-    accumulate_dtype: Any,
+    options: CommunicationOptions,
 ) -> Any:
     """Combines the replicas' values; see ``Strategy.reduce``."""
     axes = _as_axes(axis)
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     _check_replicas(strategy, (value, weights), "reduce")
     weights_of = _weights_for(weights, len(leaves), treedef)
-    if accumulate_dtype is not None:
-        accumulate_dtype = jnp.dtype(accumulate_dtype)
-    how = {"op": op, "axes": axes, "accumulate_dtype": accumulate_dtype}
+    how = {"op": op, "axes": axes, "options": options}
     reduced: list[Any] = [None] * len(leaves)
     together = []
     for i, x in enumerate(leaves):
@@ -114,18 +113,20 @@ def _reduce_step(
     num_replicas: int,
     op: ReduceOp,
     axes: Axes,
-    accumulate_dtype: Any,
+    options: CommunicationOptions,
 ) -> list[Any]:
     """Reduces one replica's rows together with the other replicas'."""
-    partials = _partial_step(rows, op, axes, accumulate_dtype)
-    totals, weights = collectives.psum(
-        (
-            [total for total, _, _ in partials],
-            {i: c for i, (_, c, _) in enumerate(partials) if isinstance(c, jax.Array)},
-        ),
+    partials = _partial_step(rows, op, axes, options)
+    totals = collectives.sum_arrays(
+        [total for total, _, _ in partials],
+        [dtype for _, _, dtype in partials],
         axis_name,
         num_replicas,
+        options,
     )
+    weights = {i: c for i, (_, c, _) in enumerate(partials) if isinstance(c, jax.Array)}
+    if weights:  # counts are sent as they are
+        weights = collectives.psum(weights, axis_name, num_replicas)
     return [
         collectives.after_sum(
             total,
@@ -140,9 +141,9 @@ def _reduce_step(
 
 
 def _partial_step(
-    rows: list[Any], op: ReduceOp, axes: Axes, accumulate_dtype: Any
+    rows: list[Any], op: ReduceOp, axes: Axes, options: CommunicationOptions
 ) -> list[tuple[Any, Any, Any]]:
-    return [_partial(x, w, op, axes, accumulate_dtype) for x, w in rows]
+    return [_partial(x, w, op, axes, options.accumulate_dtype) for x, w in rows]
 
 
 def _partial(
@@ -225,7 +226,7 @@ def _reduce_ragged(
     weights: Any,
     op: ReduceOp,
     axes: Axes,
-    accumulate_dtype: Any,
+    options: CommunicationOptions,
 ) -> jax.Array:
     """Reduces components of unequal shape or dtype: each for itself, then together."""
     parts = [as_array(p) for p in value.values]
@@ -245,7 +246,7 @@ def _reduce_ragged(
     placed = [jax.device_put(p, d) for p, d in zip(parts, devices, strict=True)]
     dtype = jnp.result_type(*placed)
     partials = [
-        _partial(p.astype(dtype), w, op, axes, accumulate_dtype)
+        _partial(p.astype(dtype), w, op, axes, options.accumulate_dtype)
         for p, w in zip(placed, weight_parts, strict=True)
     ]
     if len({t.shape for t, _, _ in partials}) > 1:
@@ -258,7 +259,7 @@ def _reduce_ragged(
     def combined(parts: Sequence[Any]) -> Any:
         rows = from_components(list(parts), strategy.placer.per_replica)
         row = PerReplica.from_array(rows)
-        return reduce(strategy, ReduceOp.SUM, row, None, None, None)
+        return reduce(strategy, ReduceOp.SUM, row, None, None, DEFAULT)
 
     if weights is not None:
         count = combined(counts)

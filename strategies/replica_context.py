@@ -14,6 +14,8 @@ from replicax.errors import ContextError
 from replicax.values import ReduceOp
 
 from . import collectives
+from .communication import CommunicationOptions, chosen
+from .compression import all_reduce_int8
 from .context import cross_replica, in_replica, require_current
 from .merge import component_for_replica, join_replicas
 
@@ -105,7 +107,7 @@ class ReplicaContext:
         self,
         reduce_op: ReduceOp | str,
         value: Any,
-        options: Any = None,
+        options: CommunicationOptions | None = None,
         *,
         accumulate_dtype: Any = None,
     ) -> Any:
@@ -117,7 +119,8 @@ class ReplicaContext:
         Args:
           reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN`` or their names.
           value: A nested structure of this replica's arrays.
-          options: Accepted for TF's signature; XLA plans the communication.
+          options: How it is sent; what is not set here is as the strategy's
+            ``communication_options`` say.
           accumulate_dtype: The dtype to sum in, for example ``jnp.float32`` for
             ``bfloat16`` values. Floats are returned in their own dtype, integers in
             this one.
@@ -138,7 +141,9 @@ class ReplicaContext:
           >>> float(strategy.run(step, (rx.PerReplica([1.0, 2.0]),)))
           1.5
         """
-        del options
+        options = chosen(
+            self._strategy.communication_options, options, accumulate_dtype
+        )
         if self._is_alone("all_reduce"):
             return _alone(reduce_op, value)
         return collectives.all_reduce(
@@ -146,10 +151,72 @@ class ReplicaContext:
             value,
             self._strategy.axis_name,
             self.num_replicas_in_sync,
-            accumulate_dtype,
+            options,
         )
 
-    def all_gather(self, value: Any, axis: int = 0, options: Any = None) -> Any:
+    def all_reduce_int8(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        residual: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> tuple[Any, Any]:
+        """Combines gradients that are sent as ``int8``, with error feedback.
+
+        All replicas must call it. Each array is divided into 255 levels, whose distance
+        the largest absolute value on any replica decides. The levels are added up as
+        integers wide enough never to overflow, so the result is equal on all replicas
+        to the bit. What rounding took away is the residual. The caller keeps it and
+        hands it to the next call, which adds it to its values: nothing is lost, only
+        late. An array with a NaN or an infinity becomes NaN on all replicas, and leaves
+        its residual as it was.
+
+        Args:
+          reduce_op: ``ReduceOp.SUM``, ``ReduceOp.MEAN`` or their names.
+          value: A nested structure of this replica's float arrays. No gradient flows
+            through it.
+          residual: What the last call returned, or None at first: float32 arrays of the
+            values' structure, another one on each replica.
+          options: Their ``bytes_per_pack`` is used.
+
+        Returns:
+          The reduced structure in its values' dtypes, equal on all replicas, and the
+          new residual of this replica.
+
+        Raises:
+          TypeError: A leaf is not a float.
+          ValueError: ``residual`` is not of the values' structure and shapes.
+          ContextError: Called outside of this context's step.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import replicax as rx
+          >>> strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+          >>> def step(g, residual):
+          ...     ctx = rx.get_replica_context()
+          ...     return ctx.all_reduce_int8("sum", g, residual)
+          >>> g = rx.PerReplica([[127.0, 0.25], [127.0, 0.5]])
+          >>> total, residual = strategy.run(step, (g, None))
+          >>> total.tolist(), [r.tolist() for r in residual.values]
+          ([254.0, 0.0], [[0.0, 0.25], [0.0, 0.5]])
+          >>> total, residual = strategy.run(step, (g, residual))
+          >>> total.tolist(), [r.tolist() for r in residual.values]
+          ([254.0, 1.0], [[0.0, 0.5], [0.0, 0.0]])
+        """
+        options = chosen(self._strategy.communication_options, options)
+        alone = self._is_alone("all_reduce_int8")
+        return all_reduce_int8(
+            reduce_op,
+            value,
+            residual,
+            self._strategy.axis_name,
+            1 if alone else self.num_replicas_in_sync,
+            options.bytes_per_pack,
+        )
+
+    def all_gather(
+        self, value: Any, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Any:
         """Concatenates a value over all replicas, in replica order.
 
         All replicas must call it. Its gradient is this replica's slice of the sum of
@@ -159,7 +226,8 @@ class ReplicaContext:
           value: A nested structure of arrays of equal shape on all replicas, rank at
             least 1.
           axis: The dimension to concatenate on; may be negative.
-          options: Accepted for TF's signature; XLA plans the communication.
+          options: Accepted as in TF. What they say of packs and sums does not concern
+            a gather, which sends values as they are.
 
         Returns:
           The same structure, equal on all replicas.
@@ -176,7 +244,7 @@ class ReplicaContext:
           >>> strategy.run(step, (rx.PerReplica([[1, 2], [3, 4]]),)).tolist()
           [1, 2, 3, 4]
         """
-        del options
+        chosen(self._strategy.communication_options, options)
         if self._is_alone("all_gather"):
             return _checked(value, axis, "all_gather")
         return collectives.all_gather(

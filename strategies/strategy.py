@@ -21,6 +21,7 @@ from ..datasets.distributed import (
 from ..datasets.input_context import InputContext
 from ..datasets.options import InputOptions
 from . import reduction
+from .communication import DEFAULT, CommunicationOptions, chosen
 from .context import (
     cross_replica,
     in_default_context,
@@ -53,6 +54,8 @@ class Strategy:
     Args:
       devices: The replicas' devices, in the order of replica ids.
       cross_device_ops: How ``reduce`` combines values; default: an XLA all-reduce.
+      communication_options: What holds for every sum over the replicas, unless the call
+        says otherwise.
     """
 
     axis_name = "replica"
@@ -62,6 +65,7 @@ class Strategy:
         self,
         devices: Sequence[jax.Device],
         cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
     ):
         if cross_device_ops is not None and not isinstance(
             cross_device_ops, CrossDeviceOps
@@ -71,6 +75,7 @@ class Strategy:
             )
         self._devices = tuple(devices)
         self.cross_device_ops = cross_device_ops or CrossDeviceOps()
+        self.communication_options = DEFAULT.merge(communication_options)
         self._runner = Runner(self)
         self._shortcuts = self._runner.shortcuts
         self.extended = StrategyExtended(self)
@@ -127,7 +132,9 @@ class Strategy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         new = object.__new__(type(self))
         memo[id(self)] = new
-        Strategy.__init__(new, self._devices, self.cross_device_ops)
+        Strategy.__init__(
+            new, self._devices, self.cross_device_ops, self.communication_options
+        )
         return new
 
     # -- scope and run ---------------------------------------------------------------
@@ -258,6 +265,7 @@ class Strategy:
         *,
         weights: Any = None,
         accumulate_dtype: Any = None,
+        options: CommunicationOptions | None = None,
     ) -> Any:
         """Combines per-replica values into one.
 
@@ -278,6 +286,8 @@ class Strategy:
           accumulate_dtype: The dtype to sum in, for example ``jnp.float32`` for
             ``bfloat16`` values. Floats are returned in their own dtype, integers in
             this one.
+          options: How the values are sent; what is not set here is as the strategy's
+            ``communication_options`` say.
 
         Returns:
           The same structure of plain arrays, mirrored on all devices. A mean of
@@ -300,7 +310,8 @@ class Strategy:
         """
         op = ReduceOp.of(reduce_op)
         require_cross_replica(self, "reduce", "get_replica_context().all_reduce()")
-        return reduction.reduce(self, op, value, axis, weights, accumulate_dtype)
+        options = chosen(self.communication_options, options, accumulate_dtype)
+        return reduction.reduce(self, op, value, axis, weights, options)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenates per-replica values in the order of replicas.

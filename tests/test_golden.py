@@ -21,10 +21,25 @@ import pytest
 
 import replicax as rx
 
-from .golden import datasets, devices, inputs, losses, reductions, sharding, steps
+from .golden import (
+    communication,
+    datasets,
+    devices,
+    inputs,
+    losses,
+    reductions,
+    sharding,
+    steps,
+)
 from .golden.table import Each, Raises, matches, mirrored, spoiled, values
 
-RUNNING = [*reductions.CASES, *steps.CASES, *devices.CASES, *losses.CASES]
+RUNNING = [
+    *reductions.CASES,
+    *steps.CASES,
+    *devices.CASES,
+    *losses.CASES,
+    *communication.CASES,
+]
 # How often TF was asked about datasets, by the first words of the names.
 RECORDED = {
     "batch_sizes_for_worker": 8,
