@@ -9,6 +9,8 @@ Write one replica's step, pick a strategy, and run it on every device::
 """
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from replicax.errors import (
     ConsumedArgumentError,
@@ -68,6 +70,10 @@ from .strategies.variables.synchronization import (
 from .strategies.variables.trees import read, variables
 from .strategies.variables.variable import Variable
 
+if _TYPE_CHECKING:
+    from .strategies.linen_batch_norm import LinenBatchNorm
+    from .strategies.nnx_batch_norm import BatchNorm
+
 __version__ = _version("replicax")
 
 __all__ = [
@@ -77,6 +83,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "BatchNorm",
     "ConsumedArgumentError",
     "ContextError",
     "CrossDeviceOps",
@@ -90,6 +97,7 @@ __all__ = [
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "LinenBatchNorm",
     "MirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
@@ -127,7 +135,26 @@ __all__ = [
     "variables",
 ]
 
+# Flax takes long to import: it is, when one of its layers is asked for.
+_FLAX_LAYERS = {"BatchNorm": "nnx_batch_norm", "LinenBatchNorm": "linen_batch_norm"}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _FLAX_LAYERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f".strategies.{_FLAX_LAYERS[name]}", __name__)
+    layer = globals()[name] = getattr(module, name)
+    layer.__module__ = __name__
+    return layer
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 # Errors, reprs and pickles show the public path of a name, not the file it lives in.
 for _name in __all__:
-    if _name != "datasets":
+    if _name != "datasets" and _name not in _FLAX_LAYERS:
         globals()[_name].__module__ = "replicax"
