@@ -385,6 +385,13 @@ _API_FILE = os.path.join("jax", "_src", "api.py")
 
 
 @functools.cache
+def is_jax_file(file: str) -> bool:
+    """Whether a source file belongs to JAX."""
+    path = os.path.abspath(file)
+    return file.startswith("<frozen ") or path.startswith(_folders_of(("jax", "jaxlib")))
+
+
+@functools.cache
 def is_library_file(file: str) -> bool:
     """Whether a source file belongs to a library, and not to the user's program."""
     if file.startswith("<frozen "):
@@ -405,8 +412,13 @@ _LIBRARIES = (
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
     """The folders of JAX, Flax, Optax and Replicax."""
+    return _folders_of(_LIBRARIES)
+
+
+@functools.cache
+def _folders_of(packages: tuple[str, ...]) -> tuple[str, ...]:
     folders: list[str] = []
-    for name in _LIBRARIES:
+    for name in packages:
         with contextlib.suppress(ImportError):
             spec = importlib.util.find_spec(name)
             folders += list(spec.submodule_search_locations or ()) if spec else []
