@@ -200,6 +200,16 @@ def evaluate(jaxpr: Any, args: Iterable[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr.consts, *args)
 
 
+def bind(eqn: JaxprEqn, arrays: Iterable[Any]) -> list[Any]:
+    """The outputs of an equation for operands that may have other shapes than its own.
+
+    Stands on the undocumented method ``Primitive.get_bind_params``.
+    """
+    primitive: Any = eqn.primitive
+    made = primitive.bind(*arrays, **primitive.get_bind_params(eqn.params))
+    return list(made) if primitive.multiple_results else [made]
+
+
 def sub_jaxprs(params: Mapping[str, Any]) -> list[Jaxpr]:
     """The jaxprs among an equation's parameters, also those inside of tuples."""
     found: list[Jaxpr] = []

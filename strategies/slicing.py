@@ -14,6 +14,7 @@ both, so that what was found out is what is run. They stand in ``slicing_rules.p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,19 +27,22 @@ from replicax import _compat
 from .variation import Enclosing
 
 
-class Whole(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Whole:
     """Held whole by every replica; ``filled`` if all elements are equal."""
 
     filled: bool
 
 
-class Sliced(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sliced:
     """Held as a slice, like parameter number ``leaf``."""
 
     leaf: int
 
 
-class Mixed(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Mixed:
     """Not to be had from slices; ``why`` follows "it"."""
 
     why: str
@@ -143,6 +147,8 @@ class Walk:
             return value.array
         if isinstance(kind, Sliced):
             shape = (self._lengths[kind.leaf],)
+        if jnp.shape(value.array) == tuple(shape):  # random keys are not broadcast
+            return value.array
         return jnp.broadcast_to(value.array, shape)
 
     @staticmethod

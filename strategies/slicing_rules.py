@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
@@ -52,7 +51,7 @@ def default(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value
     kinds = [whole(var) for var in eqn.outvars]
     if not walk.computes:
         return [Value(kind) for kind in kinds]
-    made = _bind(eqn, _arrays(walk, operands, [WHOLE] * len(operands), eqn.invars))
+    made = _compat.bind(eqn, _arrays(walk, operands, [WHOLE] * len(operands), eqn.invars))
     return [Value(kind, array) for kind, array in zip(kinds, made, strict=True)]
 
 
@@ -62,7 +61,7 @@ def elementwise(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[V
     if isinstance(kind, Mixed) or not walk.computes:
         return [Value(kind)] * len(eqn.outvars)
     arrays = _arrays(walk, operands, [kind] * len(operands), eqn.invars)
-    return [Value(kind, array) for array in _bind(eqn, arrays)]
+    return [Value(kind, array) for array in _compat.bind(eqn, arrays)]
 
 
 def reshape(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -299,12 +298,6 @@ def _arrays(
         walk.array_as(value, kind, getattr(var.aval, "shape", ()))
         for value, kind, var in zip(operands, kinds, variables, strict=True)
     ]
-
-
-def _bind(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
-    functions, params = eqn.primitive.get_bind_params(eqn.params)
-    made = eqn.primitive.bind(*functions, *arrays, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
 
 
 def _what(eqn: core.JaxprEqn) -> str:

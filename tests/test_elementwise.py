@@ -55,7 +55,7 @@ MIXING = {
     "lamb": (optax.lamb(0.1), "a sum over elements of"),
     "lars": (optax.lars(0.1), "a sum over elements of"),
     "adafactor": (optax.adafactor(0.1, min_dim_size_to_factor=2), "a sum over"),
-    "add_noise": (optax.add_noise(0.1, 0.5, seed=0), "an array that is no slot"),
+    "add_noise": (optax.add_noise(0.1, 0.5, key=0), "an array that is no slot"),
     "centralize": (optax.centralize(), "a sum over elements of ['w']"),
     "adaptive_grad_clip": (optax.adaptive_grad_clip(0.1), "a sum over elements of"),
     "normalize": (optax.normalize_by_update_norm(), "a sum over elements of"),
