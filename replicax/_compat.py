@@ -398,7 +398,9 @@ _API_FILE = os.path.join("jax", "_src", "api.py")
 def is_jax_file(file: str) -> bool:
     """Whether a source file belongs to JAX."""
     path = os.path.abspath(file)
-    return file.startswith("<frozen ") or path.startswith(_folders_of(("jax", "jaxlib")))
+    return file.startswith("<frozen ") or path.startswith(
+        _folders_of(("jax", "jaxlib"))
+    )
 
 
 @functools.cache

@@ -21,8 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from replicax.errors import listed
-
 from .slicing import FILLED, WHOLE, Kind, Mixed, Sliced, Value, Walk
 from .slicing_rules import rule_for
 
@@ -93,7 +91,7 @@ class ElementwiseProof:
         return jax.tree.unflatten(
             self._trees[1],
             [
-                walk.array_as(value, kind, shape)
+                jnp.asarray(walk.array_as(value, kind, shape))
                 for value, kind, shape in zip(
                     outputs, self._wanted, walk.shapes(self._jaxpr.outvars), strict=True
                 )
@@ -201,14 +199,6 @@ def prove_elementwise(
     )
 
 
-def refusal(proof: ElementwiseProof, what: str) -> str:
-    """Says why ``what`` cannot hold its state in slices, in one message."""
-    return (
-        f"{what} cannot hold its state in slices: {listed(proof.reasons, ' ')} Hold the "
-        "state whole, or apply what needs all elements to the whole gradients first."
-    )
-
-
 def _whole(x: Any) -> Kind:
     return WHOLE if jnp.ndim(x) else FILLED
 
@@ -229,7 +219,7 @@ def _owner(path: Any, slot: Any, named: Any, flags: Sequence[bool]) -> int | Non
 def _objection(title: str, kind: Kind, want: Kind) -> str:
     if isinstance(kind, Mixed):
         return f"{title} {kind.why}."
-    if kind == want or kind == FILLED:
+    if kind in (want, FILLED):
         return ""
     if isinstance(kind, Sliced) and isinstance(want, Sliced):
         return f"{title} depends on another parameter."

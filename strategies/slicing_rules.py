@@ -38,8 +38,7 @@ def default(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value
         cut = next((v.kind for v in operands if isinstance(v.kind, Sliced)), None)
         if cut is not None:
             mixed = Mixed(
-                f"depends on {_what(eqn)} {walk.name(cut)}"
-                f"{_line(eqn, walk.enclosing)}"
+                f"depends on {_what(eqn)} {walk.name(cut)}{_line(eqn, walk.enclosing)}"
             )
         elif eqn.effects or not _compat.is_jax_primitive(eqn.primitive):
             mixed = Mixed(
@@ -51,7 +50,9 @@ def default(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value
     kinds = [whole(var) for var in eqn.outvars]
     if not walk.computes:
         return [Value(kind) for kind in kinds]
-    made = _compat.bind(eqn, _arrays(walk, operands, [WHOLE] * len(operands), eqn.invars))
+    made = _compat.bind(
+        eqn, _arrays(walk, operands, [WHOLE] * len(operands), eqn.invars)
+    )
     return [Value(kind, array) for kind, array in zip(kinds, made, strict=True)]
 
 
@@ -119,8 +120,12 @@ def cond(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     held = [v.kind for v in operands]
     taken = [_function(walk, eqn, branch, held, kinds) for branch in branches]
     made = lax.switch(
-        index.array, taken, *(None if isinstance(k, Mixed) else v.array
-                              for k, v in zip(held, operands, strict=True))
+        index.array,
+        taken,
+        *(
+            None if isinstance(k, Mixed) else v.array
+            for k, v in zip(held, operands, strict=True)
+        ),
     )
     return _values(kinds, made)
 
@@ -131,8 +136,10 @@ def scan(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     last = constants + carries
     body = eqn.params["jaxpr"]
     opened = _compat.open_jaxpr(body)
-    xs_kinds = [_row(walk, eqn, v.kind, var) for v, var in
-                zip(operands[last:], opened.invars[last:], strict=True)]
+    xs_kinds = [
+        _row(walk, eqn, v.kind, var)
+        for v, var in zip(operands[last:], opened.invars[last:], strict=True)
+    ]
     fixed = [v.kind for v in operands[:constants]]
     carry, outputs = _settle(
         walk,
@@ -148,8 +155,10 @@ def scan(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     step = _function(walk, eqn, body, [*fixed, *carry, *xs_kinds], [*carry, *rows])
     held = _held(operands[:constants])
     first = _carried(walk, operands[constants:last], carry, eqn.invars[constants:last])
-    xs = [walk.array_as(v, WHOLE, var.aval.shape) for v, var in
-          zip(operands[last:], eqn.invars[last:], strict=True)]
+    xs = [
+        walk.array_as(v, WHOLE, var.aval.shape) if v.kind in (FILLED, WHOLE) else None
+        for v, var in zip(operands[last:], eqn.invars[last:], strict=True)
+    ]
 
     def iteration(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
         made = step(*held, *carry, *row)
@@ -208,7 +217,8 @@ def _function(
         values = [Value(k, a) for k, a in zip(given, arrays, strict=True)]
         outputs = walk.run(jaxpr, values, eqn)
         return [
-            None if isinstance(kind, Mixed)
+            None
+            if isinstance(kind, Mixed)
             else jnp.asarray(walk.array_as(value, kind, var.aval.shape), var.aval.dtype)
             for value, kind, var in zip(outputs, wanted, outvars, strict=True)
         ]
@@ -237,9 +247,13 @@ def _row(walk: Walk, eqn: core.JaxprEqn, kind: Kind, row: Any) -> Kind:
 
 
 def _diverges(walk: Walk, eqn: core.JaxprEqn, kind: Kind) -> list[Value]:
-    why = kind if isinstance(kind, Mixed) else Mixed(
-        f"depends on a condition on an element of {walk.name(kind)}"
-        f"{_line(eqn, walk.enclosing)}"
+    why = (
+        kind
+        if isinstance(kind, Mixed)
+        else Mixed(
+            f"depends on a condition on an element of {walk.name(kind)}"
+            f"{_line(eqn, walk.enclosing)}"
+        )
     )
     return [Value(why)] * len(eqn.outvars)
 
@@ -253,7 +267,8 @@ def _carried(
 ) -> list[Any]:
     """The arrays that a loop starts with, of the dtype that it goes on with."""
     return [
-        None if isinstance(kind, Mixed)
+        None
+        if isinstance(kind, Mixed)
         else jnp.asarray(walk.array_as(value, kind, var.aval.shape), var.aval.dtype)
         for value, kind, var in zip(operands, kinds, variables, strict=True)
     ]

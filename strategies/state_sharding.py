@@ -26,7 +26,7 @@ from replicax.values import ReduceOp
 
 from . import collectives
 
-BYTES_PER_PACK = 1 << 16
+BYTES_PER_PACK = 1 << 12
 """Arrays of at most so many bytes share a collective: copying them is quicker."""
 
 
@@ -159,9 +159,7 @@ def reduce_scatter(
     def scatter(shards: jax.Array, replicas: int) -> jax.Array:
         return collectives.reduce_scatter(op, shards, 0, axis_name, replicas)[0]
 
-    shards = [
-        layout.to_shards(x) for layout, x in zip(layouts, arrays, strict=True)
-    ]
+    shards = [layout.to_shards(x) for layout, x in zip(layouts, arrays, strict=True)]
     return _in_packs(scatter, shards, layouts, bytes_per_pack)
 
 
@@ -193,9 +191,7 @@ def all_gather(
 
     rows = [jnp.asarray(x)[None] for x in slices]
     gathered = _in_packs(gather, rows, layouts, bytes_per_pack)
-    return [
-        layout.from_shards(x) for layout, x in zip(layouts, gathered, strict=True)
-    ]
+    return [layout.from_shards(x) for layout, x in zip(layouts, gathered, strict=True)]
 
 
 def _in_packs(
