@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -174,6 +173,4 @@ def whole(variable: Any) -> Kind:
 
 
 def _constant(value: Any) -> Value:
-    if isinstance(value, jax.core.Tracer) or jnp.ndim(value):
-        return Value(WHOLE if jnp.ndim(value) else FILLED, value)
-    return Value(FILLED, value)
+    return Value(WHOLE if jnp.ndim(value) else FILLED, value)

@@ -122,10 +122,7 @@ def cond(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     made = lax.switch(
         index.array,
         taken,
-        *(
-            None if isinstance(k, Mixed) else v.array
-            for k, v in zip(held, operands, strict=True)
-        ),
+        *_held(operands),
     )
     return _values(kinds, made)
 
@@ -156,8 +153,10 @@ def scan(walk: Walk, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
     held = _held(operands[:constants])
     first = _carried(walk, operands[constants:last], carry, eqn.invars[constants:last])
     xs = [
-        walk.array_as(v, WHOLE, var.aval.shape) if v.kind in (FILLED, WHOLE) else None
-        for v, var in zip(operands[last:], eqn.invars[last:], strict=True)
+        walk.array_as(v, WHOLE, shape) if v.kind in (FILLED, WHOLE) else None
+        for v, shape in zip(
+            operands[last:], walk.shapes(eqn.invars[last:]), strict=True
+        )
     ]
 
     def iteration(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -216,12 +215,7 @@ def _function(
     def run(*arrays: Any) -> list[Any]:
         values = [Value(k, a) for k, a in zip(given, arrays, strict=True)]
         outputs = walk.run(jaxpr, values, eqn)
-        return [
-            None
-            if isinstance(kind, Mixed)
-            else jnp.asarray(walk.array_as(value, kind, var.aval.shape), var.aval.dtype)
-            for value, kind, var in zip(outputs, wanted, outvars, strict=True)
-        ]
+        return _carried(walk, outputs, wanted, outvars)
 
     return run
 
@@ -263,9 +257,12 @@ def _held(operands: Sequence[Value]) -> list[Any]:
 
 
 def _carried(
-    walk: Walk, operands: Sequence[Value], kinds: Sequence[Kind], variables: Any
+    walk: Walk,
+    operands: Sequence[Value],
+    kinds: Sequence[Kind],
+    variables: Sequence[Any],
 ) -> list[Any]:
-    """The arrays that a loop starts with, of the dtype that it goes on with."""
+    """What goes in or out of an inner function: of one kind and dtype every time."""
     return [
         None
         if isinstance(kind, Mixed)
