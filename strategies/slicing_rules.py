@@ -369,7 +369,9 @@ _ELEMENTWISE = (
 RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, elementwise),
     **dict.fromkeys(("reshape", "broadcast_in_dim", "squeeze"), reshape),
-    **dict.fromkeys(("optimization_barrier", "pvary", "name"), identity),
+    **dict.fromkeys(
+        ("optimization_barrier", "pvary", "name", "stop_gradient"), identity
+    ),
     **dict.fromkeys(
         (
             *("jit", "pjit", "closed_call", "core_call", "call", "remat2"),

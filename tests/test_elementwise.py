@@ -207,6 +207,7 @@ CONTROL_FLOW = {
         jnp.arange(3).sum() > 2, jnp.zeros_like, lambda x: x * 2, g
     ),
     "nested": lambda g: jax.jit(lambda x: lax.cond(True, jax.nn.relu, jnp.sin, x))(g),
+    "stop_gradient": lambda g: lax.stop_gradient(g) * 2,
     "reshaped": lambda g: (g.reshape(-1)[None] * 2).reshape(g.shape),
     "by its size": lambda g: g * g.size + g.ndim + jnp.ones_like(g).sum(),
     "stacked": lambda g: g * lax.scan(lambda c, _: (c + 1, c), 1.0, None, 3)[1].sum(),
