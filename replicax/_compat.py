@@ -274,6 +274,16 @@ def evaluate(jaxpr: Any, args: Iterable[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(open_jaxpr(jaxpr), jaxpr.consts, *args)
 
 
+def bind(eqn: JaxprEqn, arrays: Iterable[Any]) -> list[Any]:
+    """The outputs of an equation for operands that may have other shapes than its own.
+
+    Stands on the undocumented method ``Primitive.get_bind_params``.
+    """
+    primitive: Any = eqn.primitive
+    made = primitive.bind(*arrays, **primitive.get_bind_params(eqn.params))
+    return list(made) if primitive.multiple_results else [made]
+
+
 def sub_jaxprs(params: Mapping[str, Any]) -> list[Jaxpr]:
     """The jaxprs among an equation's parameters, also those inside of tuples."""
     found: list[Jaxpr] = []
@@ -459,6 +469,15 @@ _API_FILE = os.path.join("jax", "_src", "api.py")
 
 
 @functools.cache
+def is_jax_file(file: str) -> bool:
+    """Whether a source file belongs to JAX."""
+    path = os.path.abspath(file)
+    return file.startswith("<frozen ") or path.startswith(
+        _folders_of(("jax", "jaxlib"))
+    )
+
+
+@functools.cache
 def is_library_file(file: str) -> bool:
     """Whether a source file belongs to a library, and not to the user's program."""
     if file.startswith("<frozen "):
@@ -479,8 +498,13 @@ _LIBRARIES = (
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
     """The folders of JAX, Flax, Optax and Replicax."""
+    return _folders_of(_LIBRARIES)
+
+
+@functools.cache
+def _folders_of(packages: tuple[str, ...]) -> tuple[str, ...]:
     folders: list[str] = []
-    for name in _LIBRARIES:
+    for name in packages:
         with contextlib.suppress(ImportError):
             spec = importlib.util.find_spec(name)
             folders += list(spec.submodule_search_locations or ()) if spec else []

@@ -216,3 +216,17 @@ def test_the_rooms_of_replicax_are_a_library():
 )
 def test_a_users_file(file):
     assert not _compat.is_library_file(file)
+
+
+def test_bind():
+    add = only_eqn(lambda x: x + 1.0, jnp.ones(5))
+    (shorter,) = _compat.bind(add, [jnp.ones(2), jnp.full(2, 3.0)])
+    assert shorter.tolist() == [4.0, 4.0]
+    split = only_eqn(lambda x: lax.split(x, (1, 1)), jnp.arange(2.0))
+    assert [x.tolist() for x in _compat.bind(split, [jnp.ones(2)])] == [[1.0], [1.0]]
+
+
+def test_is_jax_file():
+    assert _compat.is_jax_file(jax.__file__)
+    assert not _compat.is_jax_file(optax.__file__)
+    assert not _compat.is_jax_file(__file__)
