@@ -46,8 +46,9 @@ def from_files(
 
         - ``"npz"``: arrays of shape ``[num_rows, ...]``, equally many rows in each. A
           row is a dict. Only what a batch needs is read, so a file's checksum is not
-          looked at. Compressed files are read whole: one after the other; but if the rows are shuffled, each file that was
-          read stays in memory until the iteration ends, in the end the whole dataset.
+          looked at. Compressed files are read whole: one after the other; but if the
+          rows are shuffled, each file that was read stays in memory until the iteration
+          ends, in the end the whole dataset.
         - ``"array_record"``: a row is the ``bytes`` of a record.
         - ``"text"``: UTF-8 lines. A row is a ``str``.
         - a function that is called with a path and returns a sequence of rows: an
