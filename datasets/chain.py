@@ -24,6 +24,13 @@ class Counter:
         self.next = 0
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> int:
+        return self.next  # a lock cannot be sent to another process
+
+    def __setstate__(self, state: int) -> None:
+        self.next = state
+        self._lock = threading.Lock()
+
     def take(self) -> int:
         """The number of the iteration that starts now."""
         with self._lock:
@@ -83,14 +90,16 @@ class RowsDataset(ABC):
           The batched dataset. Its elements have leaves of shape ``[batch_size, ...]``.
 
         Raises:
-          TypeError: ``batch_size`` is not an integer.
+          TypeError: ``batch_size`` is not an integer, or ``drop_remainder`` no bool.
           ValueError: ``batch_size`` is below 1; or the dataset is already batched or
             repeated.
         """
         batch_size = as_integer("batch(batch_size)", batch_size, at_least=1)
+        if not isinstance(drop_remainder, bool):
+            raise TypeError(f"drop_remainder is a bool. Got {drop_remainder!r}.")
         self._refuse_after("batch", batch=self._is_batched)
         return dataclasses.replace(
-            self, _batch_size=batch_size, _drop_remainder=bool(drop_remainder)
+            self, _batch_size=batch_size, _drop_remainder=drop_remainder
         )
 
     def repeat(self, n: int | None = None) -> Self:

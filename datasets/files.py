@@ -6,9 +6,12 @@ import dataclasses
 import glob
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
+
+from replicax.errors import listed
 
 from .chain import RowsDataset, RowsIterator, as_integer
 from .file_rows import CountedFile, FileRows
@@ -42,9 +45,10 @@ def from_files(
       format: What the files are:
 
         - ``"npz"``: arrays of shape ``[num_rows, ...]``, equally many rows in each. A
-          row is a dict. Only what a batch needs is read. Compressed files are read
-          whole: one after the other; but if the rows are shuffled, each file that was
-          read stays in memory until the iteration ends, in the end the whole dataset.
+          row is a dict. Only what a batch needs is read, so a file's checksum is not
+          looked at. Compressed files are read whole: one after the other; but if the
+          rows are shuffled, each file that was read stays in memory until the iteration
+          ends, in the end the whole dataset.
         - ``"array_record"``: a row is the ``bytes`` of a record.
         - ``"text"``: UTF-8 lines. A row is a ``str``.
         - a function that is called with a path and returns a sequence of rows: an
@@ -92,9 +96,9 @@ def from_files(
 
 def _resolved(files: Any) -> list[str]:
     one = isinstance(files, str | os.PathLike)
-    listed = [files] if one or not isinstance(files, Iterable) else list(files)
+    patterns = [files] if one or not isinstance(files, Iterable) else list(files)
     if isinstance(files, bytes) or not all(
-        isinstance(item, str | os.PathLike) for item in listed
+        isinstance(item, str | os.PathLike) for item in patterns
     ):
         raise TypeError(
             "from_files takes a path or a pattern, as str or pathlib.Path, or a list "
@@ -102,10 +106,19 @@ def _resolved(files: Any) -> list[str]:
         )
     # The working folder may be another one when the files are read.
     paths = [
-        os.path.abspath(path) for item in listed for path in _matching(os.fspath(item))
+        os.path.abspath(path)
+        for item in patterns
+        for path in _matching(os.fspath(item))
     ]
     if not paths:
         raise ValueError(f"from_files needs at least one file. Got {files!r}.")
+    if len(set(paths)) < len(paths):
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        warnings.warn(
+            f"from_files reads these files more than once, as {files!r} names them "
+            f"so: {listed(twice, ', ')}.",
+            stacklevel=3,
+        )
     return paths
 
 

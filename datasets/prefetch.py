@@ -106,6 +106,7 @@ class _Channel:
 
     def close(self) -> None:
         self.closed = True
+        self.results.clear()
         self._room.put(None)
 
     # -- the producer's side ---------------------------------------------------------
@@ -238,7 +239,11 @@ class Prefetched:
 
 
 def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(":. ")
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}".rstrip(":. ")
+    except Exception:  # its __str__ is at fault too
+        return name
 
 
 def _stopped(failure: str) -> RuntimeError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import zipfile
 from abc import ABC, abstractmethod
@@ -150,7 +151,9 @@ def _member(
         read_header = readers.get(np.lib.format.read_magic(file))
         if read_header is not None and info.compress_type == zipfile.ZIP_STORED:
             shape, fortran, dtype = read_header(file)
-            if not dtype.hasobject and 0 not in shape:
+            size = math.prod(shape) * dtype.itemsize
+            is_whole = file.tell() + size == info.file_size  # else reading says so
+            if not dtype.hasobject and 0 not in shape and is_whole:
                 offset = _start_of(path, info) + file.tell()
                 return _Stored(offset, shape, dtype, "F" if fortran else "C")
     with archive.open(info) as file:
@@ -246,8 +249,9 @@ def stack_rows(rows: Sequence[Any]) -> Any:
 
 
 def _stack(path: Any, leaves: list[Any]) -> np.ndarray:
-    if isinstance(leaves[0], bytes):
-        return as_objects(leaves)  # numpy's own bytes would end before trailing zeros
+    ends_in_zero = isinstance(leaves[0], str) and any(x.endswith("\0") for x in leaves)
+    if isinstance(leaves[0], bytes) or ends_in_zero:
+        return as_objects(leaves)  # numpy's own would end before trailing zeros
     shapes = {np.shape(leaf) for leaf in leaves}
     if len(shapes) > 1:
         raise ValueError(

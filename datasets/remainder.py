@@ -51,7 +51,7 @@ def pad_batch(batch: Any, rows: int, size: int) -> Any:
         batch[MASK] = mask
         _check_keys(batch)
         return batch
-    return (*batch, mask)
+    return type(batch)((*batch, mask))
 
 
 def _place_of_mask(batch: Any) -> str | int:
@@ -63,14 +63,14 @@ def _place_of_mask(batch: Any) -> str | int:
                 "that key."
             )
         return MASK
-    if type(batch) is tuple and len(batch) == 2:
+    if type(batch) in (tuple, list) and len(batch) == 2:
         return 2
     what = type(batch).__name__
     if isinstance(batch, tuple | list):
         what += f" of {len(batch)}"
     raise ValueError(
         'remainder="pad" needs a place for its mask: a batch must be a dict (the mask '
-        f"becomes its key {MASK!r}) or a tuple (x, y) (the mask becomes its third "
+        f"becomes its key {MASK!r}) or a pair (x, y) (the mask becomes its third "
         f"entry). Got a {what}."
     )
 

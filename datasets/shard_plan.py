@@ -89,6 +89,7 @@ def shard_plan(
     )
     source = _numbered(dataset, rows, files, batch_size)
     num_replicas = num_workers * num_replicas_per_worker
+    policy = AutoShardPolicy(policy)
     if num_workers == 1:
         policy = AutoShardPolicy.DATA
     policy = resolve_policy(policy, source.num_files, num_workers)

@@ -166,9 +166,11 @@ def as_source(dataset: Any) -> Source:
     )
 
 
+_BARE = (np.ndarray, jax.Array, DistributedValues, Mapping, tuple, str, bytes)
+
+
 def _refuse_bare_arrays(dataset: Any) -> None:
-    bare = (np.ndarray, jax.Array, DistributedValues, Mapping, tuple, str, bytes)
-    if isinstance(dataset, bare):
+    if isinstance(dataset, _BARE):
         raise TypeError(
             f"Got a {type(dataset).__name__} where a dataset was wanted: an iterable "
             "of global batches. For arrays in memory write "
@@ -261,6 +263,12 @@ def _only_once(iterator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
 
 def _called(function: Callable[[], Any]) -> Iterator[Any]:
     made = function()
+    if isinstance(made, (*_BARE, RowsDataset)):
+        raise TypeError(
+            f"{function!r} was called as a generator function and must return an "
+            f"iterator of global batches. Got a {type(made).__name__}: pass what it "
+            "returns as the dataset, or yield batches."
+        )
     if not isinstance(made, Iterable):
         raise TypeError(
             f"{function!r} was called as a generator function and must return an "

@@ -61,8 +61,8 @@ def main() -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=96, help="of all replicas")
+    parser.add_argument("--epochs", type=int, default=12, help="at least 1")
+    parser.add_argument("--batch-size", type=int, default=96, help="over all devices")
     args = parser.parse_args()
 
     rx.set_virtual_devices(args.devices)

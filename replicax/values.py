@@ -60,7 +60,10 @@ class ReduceOp(enum.Enum):
                     f"{op!r} is not a ReduceOp. Use one of "
                     f"{', '.join(repr(m.name) for m in cls)}."
                 ) from None
-        raise TypeError(f"Expected a ReduceOp or its name. Got {op!r}.")
+        raise TypeError(
+            "The first argument is a ReduceOp or its name. Got a value of type "
+            f"{type(op).__name__}."
+        )
 
 
 class DistributedValues:

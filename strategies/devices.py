@@ -137,8 +137,9 @@ def resolve_devices(
       TypeError: ``devices`` is not a sequence of devices.
     """
     if isinstance(devices, (str, int, jax.Device)):
+        names = devices.split(",") if isinstance(devices, str) else [devices]
         raise TypeError(
-            f"devices is a list of devices. Got {devices!r}: write [{devices!r}]."
+            f"devices is a list of devices. Got {devices!r}: write {names!r}."
         )
     if devices is None or len(devices) == 0:
         return tuple(jax.local_devices())

@@ -71,10 +71,9 @@ class Placer:
         if np.ndim(x) == 0 or np.shape(x)[0] != self.num_replicas:
             held = np.shape(x)[0] if np.ndim(x) else "no"
             raise PerReplicaError(
-                f"The strategy has {self.num_replicas} replicas. Got a PerReplica that "
-                f"holds {held}. Make it with this strategy: by its `run`, its "
-                "distributed datasets, or `experimental_distribute_values_from_"
-                "function`."
+                f"{replicas_of(self.num_replicas)} Got a PerReplica that holds {held}. "
+                "Make it with this strategy: by its `run`, its distributed datasets, "
+                "or `experimental_distribute_values_from_function`."
             )
         if not isinstance(x, jax.Array):
             return jax.device_put(_frozen(x), self.per_replica)
@@ -160,6 +159,16 @@ def _frozen(x: Any) -> Any:
 def as_array(x: Any) -> Any:
     """Returns a component as an array: jax arrays as they are, the rest as numpy."""
     return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def replicas_of(number: int) -> str:
+    """Says how many replicas a strategy has, to somebody who has another number."""
+    if number > 1:
+        return f"The strategy has {number} replicas."
+    return (
+        "The strategy has 1 replica. (Outside of `with strategy.scope():`, "
+        "`rx.get_strategy()` is the default strategy, of one replica.)"
+    )
 
 
 def is_key(x: Any) -> bool:

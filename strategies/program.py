@@ -197,8 +197,11 @@ class Program:
 
     def reconsider(self, error: Exception, args: Any, kwargs: Any) -> None:
         """Raises the error of a repeated launch, unless it came of its arguments."""
+        is_other_call = isinstance(error, NotRepeated)
+        if is_other_call and self.donor is None:
+            return  # perhaps even of another structure
         self.look_closer(args, kwargs)
-        if self.is_repeatable and not isinstance(error, NotRepeated):
+        if self.is_repeatable and not is_other_call:
             raise error
 
     def inline(self, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:

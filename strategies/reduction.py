@@ -24,7 +24,7 @@ from .communication import DEFAULT, CommunicationOptions
 from .cross_device_ops import CrossDeviceOps
 from .merge import TracedPerReplica, is_per_replica, split_for_replica
 from .options import RunOptions
-from .placement import as_array, from_components, is_numeric
+from .placement import as_array, from_components, is_numeric, replicas_of
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -347,8 +347,8 @@ def _check_replicas(strategy: Strategy, tree: Any, call: str) -> None:
     for x in jax.tree.leaves(tree, is_leaf=is_per_replica):
         if is_per_replica(x) and x.num_replicas != wanted:
             raise PerReplicaError(
-                f"The strategy has {wanted} replicas. {call} got a PerReplica that "
-                f"holds {x.num_replicas} components."
+                f"{replicas_of(wanted)} {call} got a PerReplica that holds "
+                f"{x.num_replicas} components."
             )
 
 

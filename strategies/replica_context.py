@@ -17,7 +17,7 @@ from . import collectives
 from .communication import CommunicationOptions, chosen
 from .compression import all_reduce_int8
 from .context import cross_replica, in_replica, require_current
-from .merge import component_for_replica, join_replicas
+from .merge import component_for_replica, is_per_replica, join_replicas
 
 if TYPE_CHECKING:
     from .strategy import Strategy
@@ -388,7 +388,7 @@ def _alone(op: ReduceOp | str, value: Any) -> Any:
     op = ReduceOp.of(op)
 
     def reduce(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
+        x = jnp.asarray(x)  # refuses the values of several replicas
         return collectives.after_sum(collectives.for_sum(x, op), op, 1, x.dtype)
 
-    return jax.tree.map(reduce, value)
+    return jax.tree.map(reduce, value, is_leaf=is_per_replica)

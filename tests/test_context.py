@@ -209,3 +209,11 @@ def test_errors_pickle_and_derive_from_the_tree(error):
     assert type(again) is error and str(again) == "what happened"
     assert issubclass(error, rx.ReplicaxError)
     assert issubclass(error, (ValueError, TypeError, RuntimeError))
+
+
+def test_one_replica_refuses_the_values_of_several():
+    values = rx.PerReplica([1.0, 2.0])
+    with pytest.raises(rx.PerReplicaError):
+        rx.get_replica_context().all_reduce("sum", values)
+    with pytest.raises(rx.PerReplicaError, match="default strategy, of one replica"):
+        rx.get_strategy().reduce("sum", values)

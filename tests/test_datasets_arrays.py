@@ -1,6 +1,8 @@
 """In-memory datasets: rows, order, epochs, and what is refused."""
 
+import copy
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -257,3 +259,11 @@ def test_numbers_that_jax_cannot_hold_are_none(dtype):
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.int64, np.bool_])
 def test_numbers_that_jax_holds(dtype):
     assert is_numeric(np.dtype(dtype))
+
+
+def test_a_dataset_can_be_copied_and_sent_to_another_process():
+    dataset = rx.datasets.from_arrays(np.arange(8)).shuffle(1).batch(4)
+    next(iter(dataset))  # the second epoch comes next
+    copies = copy.deepcopy(dataset), pickle.loads(pickle.dumps(dataset))
+    wanted = [b.tolist() for b in dataset]
+    assert [[b.tolist() for b in c] for c in copies] == [wanted, wanted]

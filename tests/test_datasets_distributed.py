@@ -731,3 +731,36 @@ def test_time_differences_stay_on_the_host():
     dataset = distribute_dataset([{"t": days}], Mesh(jax.devices()[:2], ("replica",)))
     (batch,) = dataset
     assert [v.tolist() for v in batch["t"].values] == [[d.item()] for d in days]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        (np.arange(8), np.arange(8)),
+        {"x": np.arange(8)},
+        np.arange(8).reshape(2, 4),
+        from_arrays(np.arange(8)).batch(2),
+    ],
+)
+def test_what_a_function_returns_is_refused_as_a_dataset_would_be(made):
+    dataset = distribute(lambda: made)
+    with pytest.raises(TypeError, match="iterator of global batches"):
+        next(iter(dataset))
+
+
+def test_an_error_that_cannot_be_printed_stops_the_iteration_as_any_other():
+    class Bad(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def batches():
+        yield np.zeros(4)
+        raise Bad
+
+    for prefetch in (0, 2):
+        iterator = iter(distribute(batches, prefetch=prefetch))
+        next(iterator)
+        with pytest.raises(Bad):
+            next(iterator)
+        with pytest.raises(RuntimeError, match="stopped with Bad"):
+            next(iterator)

@@ -741,3 +741,27 @@ def test_arrays_to_grain_without_end():
     for epoch in range(3):
         (want,) = dataset.epoch(epoch)
         np.testing.assert_array_equal(next(endless), want)
+
+
+def test_trailing_zeros_of_text_stay(tmp_path):
+    path = tmp_path / "zeros.txt"
+    path.write_bytes(b"a\x00\nb\x00\x00\n\x00c\n")
+    (batch,) = rx.datasets.from_files(path).batch(3)
+    assert list(batch) == ["a\x00", "b\x00\x00", "\x00c"]
+
+
+def test_a_file_that_is_named_twice_is_told(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x\n")
+    with pytest.warns(UserWarning, match=r"more than once.*a\.txt"):
+        rx.datasets.from_files([path, str(tmp_path / "*.txt")])
+
+
+def test_an_array_with_fewer_rows_than_its_header_says_is_named(tmp_path):
+    path = tmp_path / "short.npz"
+    np.savez(path, x=np.arange(200_000))
+    content = path.read_bytes()
+    assert content.count(b"(200000,)") == 1
+    path.write_bytes(content.replace(b"(200000,)", b"(900000,)"))
+    with pytest.raises(ValueError, match=r"short\.npz"):
+        list(rx.datasets.from_files(path).batch(1000))

@@ -55,10 +55,10 @@ def test_a_dict_that_has_a_mask_already_is_refused():
 
 
 @pytest.mark.parametrize(
-    "batch", [np.ones(3), (np.ones(3),), (np.ones(3),) * 3, [np.ones(3), np.ones(3)]]
+    "batch", [np.ones(3), (np.ones(3),), (np.ones(3),) * 3, [np.ones(3)] * 3]
 )
 def test_a_batch_without_a_place_for_the_mask_names_the_two_forms(batch):
-    with pytest.raises(ValueError, match=r"a dict .* or a tuple \(x, y\)"):
+    with pytest.raises(ValueError, match=r"a dict .* or a pair \(x, y\)"):
         pad_batch(batch, 3, 4)
 
 
@@ -202,3 +202,13 @@ def test_strings_gathered_back_are_in_their_order():
 def test_keys_that_the_mask_cannot_be_sorted_among_are_named():
     with pytest.raises(ValueError, match=r"cannot sort that among .* keys: 1, 2"):
         pad_batch({1: np.zeros(3), 2: np.zeros(3)}, 3, 4)
+
+
+def test_a_list_of_two_gets_its_mask_as_its_third_entry():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    batches = [[np.arange(3.0), np.arange(3)]]
+    (batch,) = strategy.experimental_distribute_dataset(
+        batches, rx.InputOptions(remainder="pad")
+    )
+    assert type(batch) is list
+    assert strategy.gather(batch[2], axis=0).tolist() == [1.0, 1.0, 1.0, 0.0]
