@@ -78,12 +78,12 @@ __version__ = _version("replicax")
 
 __all__ = [
     "AutoShardPolicy",
+    "BatchNorm",
     "CentralStorageStrategy",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
-    "BatchNorm",
     "ConsumedArgumentError",
     "ContextError",
     "CrossDeviceOps",
