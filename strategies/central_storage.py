@@ -14,7 +14,7 @@ from .extended import StrategyExtended
 from .placement import Placer, as_array
 from .strategy import Strategy
 from .variables.layouts import Layout
-from .variables.synchronization import VariableSynchronization
+from .variables.variable import Variable
 
 
 class CentralStorageStrategy(Strategy):
@@ -60,9 +60,9 @@ class CentralStorageStrategy(Strategy):
             self.parameter_device = jax.local_devices(backend="cpu")[0]
         self.extended = _CentralExtended(self)
 
-    def variable_layout(self, synchronization: VariableSynchronization) -> Layout:
+    def variable_layout(self, variable: Variable, is_sharded: bool) -> Layout:
         """Where variables lie, all of them on the one device."""
-        del synchronization  # there is one copy to read
+        del variable, is_sharded  # there is one copy to read
         return CentralLayout(self.placer, self.parameter_device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

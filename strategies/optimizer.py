@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from .context import cross_replica, get_replica_context, get_strategy, has_strategy
+from .context import get_replica_context, get_strategy, has_strategy
 from .merge import is_per_replica
 from .strategy import Strategy
+from .updates import Held, SlicedUpdate, Updated, WholeUpdate
 from .variables.frames import is_variable
 from .variables.synchronization import VariableAggregation, VariableSynchronization
 from .variables.trees import variables as make_variables
@@ -45,8 +46,6 @@ class Optimizer:
 
     Attributes:
       variables: The trained variables.
-      state: The transformation's state, a structure of variables. Hyperparameters that
-        ``optax.inject_hyperparams`` put there can be assigned.
 
     Raises:
       TypeError: ``tx`` is no transformation, or a leaf of ``variables`` no variable.
@@ -89,17 +88,27 @@ class Optimizer:
         self._tx = _transformation(tx)
         self._leaves, self._structure = _flattened(variables)
         self._reduce = reduce
-        self._on_gradients = on_gradients
         self.variables = variables
+        way = SlicedUpdate if self._is_sharded() else WholeUpdate
+        hook = None if on_gradients is None else _Hook(on_gradients, self._in_order)
         with self._scope():
-            self.state = make_variables(
-                self._tx.init(_values(variables)), trainable=False
-            )
+            self._update = way(self._tx, variables, hook)
             self._accumulator = (
-                None
-                if accumulate_steps == 1
-                else _Accumulator(variables, accumulate_steps)
+                _Accumulator(variables, accumulate_steps)
+                if accumulate_steps > 1
+                else None
             )
+
+    @property
+    def state(self) -> Any:
+        """The transformation's state, a structure of variables.
+
+        Hyperparameters that ``optax.inject_hyperparams`` put there can be assigned.
+        """
+        return self._update.state
+
+    def _is_sharded(self) -> bool:
+        return self.strategy.shard_state and self.strategy.num_replicas_in_sync > 1
 
     @property
     def strategy(self) -> Strategy:
@@ -150,38 +159,21 @@ class Optimizer:
             return grad
         return self.strategy.reduce(self._reduce, grad)
 
-    def _apply(self, grads: Any, extra_args: Any, how: str) -> jax.Array:
+    def _apply(self, grads: Any, extra_args: Any, reduce: str) -> jax.Array:
         """Updates everything; a part of a step."""
         context = get_replica_context()
+        held = Held(_held(self.variables), _held(self.state))
 
-        def update(grads: Any) -> _Updated:
-            if how != "none":
-                grads = context.all_reduce(how, grads)
-            return self._updated(grads, extra_args)
+        def update(grads: Any) -> Updated:
+            return self._update(context, grads, reduce, held, extra_args)
 
         if self._accumulator is None:
             new = update(grads)
         else:
-            new = self._accumulator.add(grads, update, self._unchanged)
-        with cross_replica(self.strategy, is_updating=True):
-            _assign(self.variables, new.variables)
-            _assign(self.state, new.state)
+            new = self._accumulator.add(grads, held, update)
+        _hold(self.variables, new.held.variables)
+        _hold(self.state, new.held.state)
         return new.norm
-
-    def _updated(self, grads: Any, extra_args: Any) -> _Updated:
-        norm = _global_norm(grads)
-        if self._on_gradients is not None:
-            grads = self._in_order(self._on_gradients(grads))
-        import optax  # takes long: only where it is used
-
-        params = _values(self.variables)
-        state = _values(self.state)
-        updates, state = self._tx.update(grads, state, params, **extra_args)
-        return _Updated(optax.apply_updates(params, updates), state, norm)
-
-    def _unchanged(self) -> _Updated:
-        norm = jnp.zeros((), _global_norm(_values(self.variables)).dtype)
-        return _Updated(_values(self.variables), _values(self.state), norm)
 
     # -- checking --------------------------------------------------------------------
 
@@ -211,12 +203,15 @@ class Optimizer:
         return grads
 
 
-class _Updated(NamedTuple):
-    """What an update leads to."""
+class _Hook:
+    """Changes reduced gradients, and checks what came of it."""
 
-    variables: Any
-    state: Any
-    norm: jax.Array
+    def __init__(self, change: Callable[[Any], Any], check: Callable[[Any], Any]):
+        self._change = change
+        self._check = check
+
+    def __call__(self, grads: Any) -> Any:
+        return self._check(self._change(grads))
 
 
 class _Accumulator:
@@ -235,30 +230,31 @@ class _Accumulator:
             synchronization=VariableSynchronization.ON_READ,
             aggregation=VariableAggregation.SUM,
         )
+        if not all(v.layout.is_local for v in jax.tree.leaves(self._sums)):
+            raise ValueError(
+                "accumulate_steps needs variables of which each replica has its own, "
+                f"and {get_strategy()!r} has none. Add up gradients within a step, with "
+                "rx.accumulate_gradients."
+            )
         self._calls = Variable(jnp.int32(0), trainable=False, name="calls")
         self._num_steps = num_steps
 
-    def add(
-        self,
-        grads: Any,
-        update: Callable[[Any], _Updated],
-        unchanged: Callable[[], _Updated],
-    ) -> _Updated:
+    def add(self, grads: Any, held: Held, update: Callable[[Any], Updated]) -> Updated:
         """Returns what the gradients lead to: an update, now and then."""
-        sums = jax.tree.map(jnp.add, _values(self._sums), grads)
+        sums = jax.tree.map(jnp.add, _held(self._sums), grads)
         calls = self._calls.read_value() + 1
+        is_time = calls >= self._num_steps
 
         def now(sums: Any) -> Any:
             means = jax.tree.map(lambda x: x / self._num_steps, sums)
             return update(means), jax.tree.map(jnp.zeros_like, sums)
 
         def later(sums: Any) -> Any:
-            return unchanged(), sums
+            return Updated(held, jnp.zeros((), float)), sums
 
-        new, sums = jax.lax.cond(calls >= self._num_steps, now, later, sums)
-        with cross_replica(get_strategy(), is_updating=True):
-            _assign(self._sums, sums)
-            self._calls.assign(jnp.where(calls >= self._num_steps, 0, calls))
+        new, sums = jax.lax.cond(is_time, now, later, sums)
+        _hold(self._sums, sums)
+        _hold(self._calls, jnp.where(is_time, 0, calls))
         return new
 
 
@@ -356,14 +352,11 @@ def _are_pairs(grads: Any) -> bool:
     )
 
 
-def _values(tree: Any) -> Any:
-    return jax.tree.map(lambda v: v.for_operator(), tree)
+def _held(tree: Any) -> Any:
+    """What this replica holds of each variable of a structure."""
+    return jax.tree.map(lambda v: v.array_here(), tree)
 
 
-def _assign(tree: Any, values: Any) -> None:
-    jax.tree.map(lambda v, x: v.assign(x), tree, values)
-
-
-def _global_norm(tree: Any) -> jax.Array:
-    squares = [jnp.vdot(x, x).real for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(jnp.stack([jnp.asarray(s, float) for s in squares]).sum())
+def _hold(tree: Any, arrays: Any) -> None:
+    """Lets this replica hold other arrays: its own copy or slice, not aggregated."""
+    jax.tree.map(lambda v, x: v.hold(x), tree, arrays)

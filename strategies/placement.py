@@ -38,6 +38,7 @@ class Placer:
 
     def __init__(self, mesh: Mesh, axis_name: str):
         self.num_replicas = mesh.size
+        self.axis_name = axis_name
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.per_replica = NamedSharding(mesh, PartitionSpec(axis_name))
         self._placed: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}

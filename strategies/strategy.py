@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -41,8 +41,11 @@ from .placement import Placer
 from .replica_context import ReplicaContext
 from .run import Runner
 from .shortcut import NOT_REPEATED
-from .variables.layouts import Layout, StackedLayout
+from .variables.layouts import Layout, ShardedLayout, StackedLayout
 from .variables.synchronization import VariableSynchronization
+
+if TYPE_CHECKING:
+    from .variables.variable import Variable
 
 
 class Strategy:
@@ -60,6 +63,9 @@ class Strategy:
 
     axis_name = "replica"
     """The name of the mesh axis that the replicas lie on."""
+
+    shard_state = False
+    """Whether optimizers hold their state in slices, one on each replica."""
 
     def __init__(
         self,
@@ -107,15 +113,18 @@ class Strategy:
         """None: this strategy runs in one process."""
         return None
 
-    def variable_layout(self, synchronization: VariableSynchronization) -> Layout:
+    def variable_layout(self, variable: Variable, is_sharded: bool) -> Layout:
         """How a variable lies on the devices.
 
         Args:
-          synchronization: Resolved: ``ON_WRITE``, ``ON_READ``; or ``NONE``.
+          variable: The variable.
+          is_sharded: Whether each replica is to hold a slice of it.
         """
-        is_local = synchronization is VariableSynchronization.ON_READ
-        if is_local and self.num_replicas_in_sync > 1:
+        is_local = variable.synchronization is VariableSynchronization.ON_READ
+        if self.num_replicas_in_sync > 1 and is_local:
             return StackedLayout(self.placer)
+        if self.num_replicas_in_sync > 1 and is_sharded:
+            return ShardedLayout(self.placer, variable.shape, variable.dtype)
         return Layout(self.placer, is_local)
 
     def __repr__(self) -> str:

@@ -312,9 +312,7 @@ class TracedStep:
                     for w in writes
                 ),
                 *(
-                    StateWrite(
-                        repr(v), new=None, must_be_mirrored=not v.layout.is_local
-                    )
+                    StateWrite(repr(v), new=None, must_be_mirrored=not v.layout.varies)
                     for v in record.written
                 ),
             ]
@@ -325,7 +323,7 @@ class TracedStep:
     def _prove(self, record: _Record) -> tuple[bool, ...]:
         """Returns what varies, having refused what must not."""
         inputs = [x.kind is Kind.PER_REPLICA for x in self.arrays]
-        inputs += [v.layout.is_local for v in record.offered]
+        inputs += [v.layout.varies for v in record.offered]
         axis_name = self._strategy.axis_name
         names = [x.name for x in self.arrays] + [repr(v) for v in record.offered]
         proof = prove(record.jaxpr, inputs, axis_name, names)

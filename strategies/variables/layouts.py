@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
+from ..assertion import assert_mirrored
 from ..placement import Placer, as_array
+from ..state_sharding import ShardLayout, all_gather, shard_layout
 
 
 class Layout:
@@ -32,6 +36,13 @@ class Layout:
         self.is_local = is_local
         self.sharding = placer.replicated
 
+    @property
+    def varies(self) -> bool:
+        """Whether a replica may hold something else than the others."""
+        return self.is_local
+
+    # -- between steps ---------------------------------------------------------------
+
     def born(self, value: Any) -> jax.Array:
         """Lays out a copy of ``value`` that shares no memory with it.
 
@@ -45,9 +56,13 @@ class Layout:
         """Lays out a traced value, outside of a step."""
         return jax.lax.with_sharding_constraint(value, self.sharding)
 
-    def whole(self, value: Any) -> Any:
-        """Makes the array that says that all replicas hold ``value``."""
+    def of_whole(self, value: Any) -> Any:
+        """Makes the array that says that the value of all replicas is ``value``."""
         return value
+
+    def to_whole(self, array: Any) -> Any:
+        """The value of all replicas that an array says; :meth:`of_whole` backwards."""
+        return array
 
     def enter(self, array: jax.Array) -> jax.Array:
         """What programs take for the array."""
@@ -56,6 +71,16 @@ class Layout:
     def leave(self, array: jax.Array) -> jax.Array:
         """What to keep of the array that a program returned."""
         return array
+
+    # -- inside of a step ------------------------------------------------------------
+
+    def opened(self, own: Any) -> Any:
+        """The value that a replica reads, of what it holds."""
+        return own
+
+    def closed(self, value: Any) -> Any:
+        """What a replica is to hold, of the value that it writes."""
+        return value
 
 
 class StackedLayout(Layout):
@@ -71,6 +96,52 @@ class StackedLayout(Layout):
         super().__init__(placer, is_local=True)
         self.sharding = placer.per_replica
 
-    def whole(self, value: Any) -> Any:
+    def of_whole(self, value: Any) -> Any:
         """Repeats ``value`` for each replica."""
         return jnp.broadcast_to(value, (self.placer.num_replicas, *jnp.shape(value)))
+
+
+class ShardedLayout(Layout):
+    """A slice on each replica's device: the whole is there once.
+
+    A step that reads the value gathers the slices of all replicas.
+
+    Args:
+      placer: Places values on the strategy's devices.
+      shape: The shape of the whole.
+      dtype: Its dtype.
+    """
+
+    is_stacked = True
+    varies = True
+
+    def __init__(self, placer: Placer, shape: tuple[int, ...], dtype: Any):
+        super().__init__(placer)
+        self.sharding = placer.per_replica
+        self.slices = shard_layout(shape, dtype, placer.num_replicas)
+
+    def of_whole(self, value: Any) -> Any:
+        """Cuts the value into slices."""
+        return self.slices.to_shards(value)
+
+    def to_whole(self, array: Any) -> Any:
+        """Joins the slices."""
+        if isinstance(array, jax.core.Tracer):
+            return self.slices.from_shards(array)
+        return _joined(self.slices, self.placer.replicated, array)
+
+    def opened(self, own: Any) -> Any:
+        """Gathers the slices of all replicas."""
+        axis_name = self.placer.axis_name
+        return all_gather([own], [self.slices], axis_name)[0]
+
+    def closed(self, value: Any) -> Any:
+        """Keeps this replica's slice of a value that must be the same on all."""
+        replica_id = jax.lax.axis_index(self.placer.axis_name)
+        return self.slices.own_slice(assert_mirrored(value), replica_id)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _joined(slices: ShardLayout, sharding: Any, array: jax.Array) -> jax.Array:
+    whole = slices.from_shards(array)
+    return jax.lax.with_sharding_constraint(whole, sharding)

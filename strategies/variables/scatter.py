@@ -63,7 +63,7 @@ def scatter(variable: Variable, how: str, slices: Any) -> Any:
     values, indices = _checked(variable, slices, call)
     if place() is Place.REPLICA:
         values, indices = _agreed(variable, values, indices)
-    rows = jnp.asarray(variable.array_here()).at[indices]
+    rows = jnp.asarray(variable.for_operator()).at[indices]
     if how == "sub":
         new = rows.add(-values)
     else:

@@ -15,7 +15,8 @@ def variables(tree: Any, **settings: Any) -> Any:
 
     Args:
       tree: The arrays, such as a Flax model's parameters. None stays None.
-      **settings: Arguments of every :class:`Variable`, such as ``trainable``.
+      **settings: Arguments of every :class:`Variable`, such as ``trainable``; or
+        functions of a path that return the argument for the array there.
 
     Returns:
       The same structure of variables, named by their paths.
@@ -30,7 +31,8 @@ def variables(tree: Any, **settings: Any) -> Any:
 
     def make(path: Any, x: Any) -> Variable:
         name = "/".join(str(_key(entry)) for entry in path)
-        return Variable(x, **{"name": name or None, **settings})
+        chosen = {k: f(path) if callable(f) else f for k, f in settings.items()}
+        return Variable(x, **{"name": name or None, **chosen})
 
     return jax.tree_util.tree_map_with_path(make, tree)
 

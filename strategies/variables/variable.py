@@ -53,6 +53,8 @@ class Variable(ArrayOperators, DistributedValues):
       synchronization: When the replicas' copies are combined; see
         :class:`VariableSynchronization`.
       aggregation: How; see :class:`VariableAggregation`.
+      is_sharded: Whether each replica is to hold a slice only. What an optimizer needs
+        to update slices; a step that reads the value gathers it.
 
     Raises:
       ValueError: Synchronization and aggregation do not go together, or
@@ -81,6 +83,8 @@ class Variable(ArrayOperators, DistributedValues):
         dtype: Any = None,
         synchronization: VariableSynchronization = _Synchronization.AUTO,
         aggregation: VariableAggregation = _Aggregation.NONE,
+        *,
+        is_sharded: bool = False,
     ):
         self.name = name or "Variable"
         value = _initial(initial_value, dtype, self.name)
@@ -89,6 +93,7 @@ class Variable(ArrayOperators, DistributedValues):
         self.synchronization = synchronization
         self.aggregation = aggregation
         self._shape, self._dtype = value.shape, value.dtype
+        self._is_sharded = is_sharded
         self._check_for(self._strategy)
         is_on_read = self.synchronization is _Synchronization.ON_READ
         self.trainable = bool(not is_on_read if trainable is None else trainable)
@@ -105,8 +110,8 @@ class Variable(ArrayOperators, DistributedValues):
             self.synchronization = _Synchronization.ON_WRITE
 
     def _lay_out(self, value: Any) -> None:
-        self.layout = self._strategy.variable_layout(self.synchronization)
-        self.set_array(self.layout.born(self.layout.whole(value)))
+        self.layout = self._strategy.variable_layout(self, self._is_sharded)
+        self.set_array(self.layout.born(self.layout.of_whole(value)))
 
     # -- what it is ------------------------------------------------------------------
 
@@ -145,7 +150,7 @@ class Variable(ArrayOperators, DistributedValues):
 
     def adopt(self, strategy: Strategy) -> None:
         """Moves a variable that was made in no scope to a strategy, for good."""
-        value = self.array
+        value = self.layout.to_whole(self.array)
         self._check_for(strategy)
         self._strategy, self.is_free = strategy, False
         self._lay_out(value)
@@ -228,10 +233,22 @@ class Variable(ArrayOperators, DistributedValues):
             return tuple(jnp.copy(part) for part in _compat.parts_of(self.array))
 
     def _read(self) -> Any:
+        value = self._value_here()
+        if self._has_rows and place() is Place.CROSS_REPLICA:
+            return self._combined(value)
+        return value
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether each replica has a value of its own."""
+        return self.layout.is_local and self.layout.is_stacked
+
+    def _value_here(self) -> Any:
+        frame = frames.current()
         array = self.array_here()
-        if self.layout.is_stacked and place() is Place.CROSS_REPLICA:
-            return self._combined(array)
-        return array
+        if frame is not None and frame.is_replica:
+            return self.layout.opened(array)
+        return self.layout.to_whole(array)
 
     def _combined(self, array: Any) -> Any:
         """The value of an ``ON_READ`` variable, seen from outside of the replicas."""
@@ -412,9 +429,9 @@ class Variable(ArrayOperators, DistributedValues):
         value = self._checked(value, call, here)
         if here is Place.REPLICA:
             value = self.agreed(value)
-        elif here is Place.CROSS_REPLICA and self.layout.is_stacked:
+        elif here is Place.CROSS_REPLICA and self._has_rows:
             value = self._for_rows(value, call)
-        return self.store(combine(self.array_here(), value))
+        return self.store(combine(self._value_here(), value))
 
     def store(self, new: Any) -> Any:
         """Lets it hold a value, which replicas have agreed on where they must.
@@ -430,10 +447,21 @@ class Variable(ArrayOperators, DistributedValues):
             self._store_now(new)
             return self
         new = jax.lax.stop_gradient(jnp.asarray(new, self.dtype))
-        if not frame.is_replica:
-            new = self.layout.traced(new)
-        frame.store(self, new)
+        if frame.is_replica:
+            frame.store(self, self.layout.closed(new))
+        else:
+            frame.store(self, self.layout.traced(self._of_all(new)))
         return self if place() is Place.CROSS_REPLICA else new
+
+    def _of_all(self, value: Any) -> Any:
+        """The array for a value that was computed outside of a step."""
+        return value if self._has_rows else self.layout.of_whole(value)
+
+    def hold(self, own: Any) -> None:
+        """Lets this replica hold an array of its own copy or slice, in a step."""
+        frame = frames.current()
+        assert frame is not None and frame.is_replica
+        frame.store(self, jax.lax.stop_gradient(jnp.asarray(own, self.dtype)))
 
     def _store_now(self, new: Any) -> None:
         if isinstance(new, jax.core.Tracer):
@@ -442,7 +470,7 @@ class Variable(ArrayOperators, DistributedValues):
                 "nothing of. Use rx.function in place of jax.jit, and write after "
                 "jax.grad or jax.vmap, not inside."
             )
-        self.set_array(self.layout.born(new))
+        self.set_array(self.layout.born(self._of_all(new)))
 
     def agreed(self, value: Any) -> Any:
         """What becomes of a value that all replicas pass."""
@@ -475,7 +503,7 @@ class Variable(ArrayOperators, DistributedValues):
                 )
             value = (value / self._strategy.num_replicas_in_sync).astype(self.dtype)
         frame = frames.current()
-        return value if frame and frame.is_replica else self.layout.whole(value)
+        return value if frame and frame.is_replica else self.layout.of_whole(value)
 
     def _refuse_foreign_scope(self, call: str) -> None:
         if has_strategy() and get_strategy() is not self._strategy and not self.is_free:
@@ -520,7 +548,7 @@ class Variable(ArrayOperators, DistributedValues):
     def _component(self, value: PerReplica, call: str, here: Place) -> Any:
         if isinstance(value, TracedPerReplica):  # in merge_call
             return self._checked(value.local, call, here)
-        if here is not Place.CROSS_REPLICA or not self.layout.is_stacked:
+        if here is not Place.CROSS_REPLICA or not self._has_rows:
             raise ReplicaDivergenceError(
                 f"{call} of {self!r} got a PerReplica, but the variable holds one "
                 "value for all replicas. Combine it first, for example with "
