@@ -185,8 +185,8 @@ class _Program:
         def program(*arrays: Any) -> Any:
             if not captured:
                 return self._evaluate(arrays, captured.bound())[0]
-            read, written, *arrays = arrays
-            return self._evaluate(arrays, captured.bound(read, written))
+            read, written, *own = arrays
+            return self._evaluate(own, captured.bound(read, written))
 
         program.__name__ = program.__qualname__ = getattr(
             self._fn, "__name__", type(self._fn).__name__

@@ -23,6 +23,7 @@ class Layout:
 
     Attributes:
       is_stacked: Whether the array has a row for each replica.
+      varies: Whether a replica may hold something else than the others.
       is_direct: Whether programs take the array as it lies.
       needs_aggregation: Whether a step's write must be aggregated.
     """
@@ -33,13 +34,8 @@ class Layout:
 
     def __init__(self, placer: Placer, is_local: bool = False):
         self.placer = placer
-        self.is_local = is_local
+        self.is_local = self.varies = is_local
         self.sharding = placer.replicated
-
-    @property
-    def varies(self) -> bool:
-        """Whether a replica may hold something else than the others."""
-        return self.is_local
 
     # -- between steps ---------------------------------------------------------------
 
@@ -113,10 +109,10 @@ class ShardedLayout(Layout):
     """
 
     is_stacked = True
-    varies = True
 
     def __init__(self, placer: Placer, shape: tuple[int, ...], dtype: Any):
         super().__init__(placer)
+        self.varies = True
         self.sharding = placer.per_replica
         self.slices = shard_layout(shape, dtype, placer.num_replicas)
 
