@@ -13,10 +13,11 @@ That becomes known when it happens, and then the function is traced once more.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -147,15 +148,17 @@ def current() -> Frame | None:
     return _thread.frames[-1] if _thread.frames else None
 
 
-class entered:
+# JAX remembers the traces of functions that it was given before, such as the body of a
+# loop, by their arguments. What such a function finds in a frame is no argument.
+_tracing_for = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[Frame]:
     """Makes a frame the current one, in a ``with``."""
-
-    def __init__(self, frame: Frame):
-        self._frame = frame
-
-    def __enter__(self) -> Frame:
-        _thread.frames.append(self._frame)
-        return self._frame
-
-    def __exit__(self, *exc: Any) -> None:
+    _thread.frames.append(frame)
+    try:
+        with _tracing_for(next(_serials)):
+            yield frame
+    finally:
         _thread.frames.pop()
