@@ -41,6 +41,7 @@ from .placement import Placer
 from .replica_context import ReplicaContext
 from .run import Runner
 from .shortcut import NOT_REPEATED
+from .variables.frames import copies
 from .variables.layouts import Layout, ShardedLayout, StackedLayout
 from .variables.synchronization import VariableSynchronization
 
@@ -320,6 +321,7 @@ class Strategy:
         op = ReduceOp.of(reduce_op)
         require_cross_replica(self, "reduce", "get_replica_context().all_reduce()")
         options = chosen(self.communication_options, options, accumulate_dtype)
+        value = copies(value)
         return reduction.reduce(self, op, value, axis, weights, options)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
@@ -346,7 +348,7 @@ class Strategy:
           [1, 2, 3]
         """
         require_cross_replica(self, "gather", "get_replica_context().all_gather()")
-        return reduction.gather(self, value, axis)
+        return reduction.gather(self, copies(value), axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns this process's components of a value, always as a tuple.

@@ -26,6 +26,8 @@ import jax.ref
 from replicax import _compat
 from replicax.errors import ContextError
 
+from ..merge import is_per_replica
+
 if TYPE_CHECKING:
     from ..strategy import Strategy
     from .variable import Variable
@@ -47,6 +49,15 @@ def register(variable: Variable) -> None:
 def is_variable(x: Any) -> bool:
     """Whether ``x`` is a variable; for ``is_leaf``."""
     return getattr(type(x), "is_replicax_variable", False)
+
+
+def copies(tree: Any) -> Any:
+    """Puts its copies, or its one value, in the place of each variable of a tree."""
+    return jax.tree.map(
+        lambda x: x.distributed() if is_variable(x) else x,
+        tree,
+        is_leaf=lambda x: is_variable(x) or is_per_replica(x),
+    )
 
 
 def live_variables(strategy: Strategy | None = None) -> list[Variable]:

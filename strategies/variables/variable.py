@@ -17,7 +17,7 @@ from replicax.values import DistributedValues, PerReplica, ReduceOp
 from .. import collectives
 from ..context import get_strategy, has_strategy
 from ..fence import LAUNCHING
-from ..merge import TracedPerReplica, is_per_replica
+from ..merge import TracedPerReplica, is_per_replica, join_replicas
 from ..placement import Placer, as_array, stack
 from . import frames
 from .aggregation import aggregated
@@ -216,6 +216,17 @@ class Variable(ArrayOperators, DistributedValues):
     def for_operator(self) -> Any:
         """The value, for an operation that will not hand it on."""
         return self._read()
+
+    def distributed(self) -> Any:
+        """The values of the replicas together; a plain array, if they are one."""
+        if not self._has_rows:
+            return self.read_value()
+        frame = frames.current()
+        if frame is not None and frame.is_replica:  # in merge_call
+            return join_replicas(self.array_here(), self._strategy)
+        with LAUNCHING:
+            self.is_exposed = True
+            return PerReplica.from_array(self.array_here())
 
     @property
     def values(self) -> tuple[Any, ...]:
