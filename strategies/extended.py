@@ -221,7 +221,12 @@ class StrategyExtended:
             out = self._update(self._strategy, var, fn, given)
         else:
             out = self._strategy.run(_update_copies, (var, fn, *given))
-        return out if group else self._strategy.experimental_local_results(out)
+        return out if group else self._of_each_copy(out)
+
+    def _of_each_copy(self, out: Any) -> tuple[Any, ...]:
+        """The result for each copy, also where all copies have the same."""
+        # Of a structure, plain leaves are repeated; of a leaf alone they are not.
+        return tuple(x for (x,) in self._strategy.experimental_local_results((out,)))
 
     def _update(self, strategy: Any, var: Any, fn: Any, given: Any) -> Any:
         """Updates a variable while a step is traced around us."""

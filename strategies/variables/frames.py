@@ -43,7 +43,7 @@ def register(variable: Variable) -> None:
         _live[next(_serials)] = variable
     frame = current()
     if frame is not None:
-        frame.created.append(variable)
+        frame.created[variable] = None
 
 
 def is_variable(x: Any) -> bool:
@@ -99,7 +99,7 @@ class Frame:
         self.is_replica = strategy is not None
         self.used: dict[Variable, None] = {}
         self.written: dict[Variable, None] = {}
-        self.created: list[Variable] = []
+        self.created: dict[Variable, None] = {}
         self.inner_writes: dict[Variable, None] = {}
         self._values = dict(values)
         self._level = _compat.trace_level()
