@@ -9,11 +9,16 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import replicax as rx
 
+from .compiled import collectives_of as collectives_in
+from .compiled import compiled_step
+
 STRATEGIES = {n: rx.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 4)}
 TWO = STRATEGIES[2]
+TWO_DEVICES = jax.devices()[:2]
 
 
 def all_reduce(op, value):
@@ -188,6 +193,41 @@ def test_a_changing_python_number_and_a_fresh_lambda_do_not_compile_again():
     assert len(traced) == 1
 
 
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation", "varies", "expected"),
+    [
+        ("ON_WRITE", "ONLY_FIRST_REPLICA", False, []),
+        ("ON_WRITE", "ONLY_FIRST_REPLICA", True, ["all-reduce"]),
+        ("ON_WRITE", "MEAN", False, []),
+        ("ON_WRITE", "MEAN", True, ["all-reduce"]),
+        ("ON_WRITE", "SUM", False, []),
+        ("ON_WRITE", "NONE", False, []),
+        ("ON_READ", "SUM", True, []),
+        ("ON_READ", "MEAN", True, []),
+        ("ON_READ", "ONLY_FIRST_REPLICA", True, []),
+    ],
+)
+def test_writes_communicate_only_where_replicas_may_disagree(
+    synchronization, aggregation, varies, expected
+):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        w = rx.Variable(jnp.ones(3))
+        u = rx.Variable(
+            jnp.zeros(3),
+            synchronization=rx.VariableSynchronization[synchronization],
+            aggregation=rx.VariableAggregation[aggregation],
+        )
+
+    def step(x):
+        u.assign(0.9 * u.read_value() + w.read_value() * (x if varies else 2.0))
+
+    x = strategy.experimental_distribute_values_from_function(
+        lambda context: jnp.float32(context.replica_id_in_sync_group)
+    )
+    assert collectives_in(compiled_step(strategy, step, x)) == expected
+
+
 # -- randomness and initialisation ---------------------------------------------------
 
 
@@ -248,3 +288,123 @@ def test_the_scope_leaves_no_mesh_that_breaks_other_libraries():
         assert jax.sharding.get_abstract_mesh().empty
         value = split(TWO, X)
         assert (value.values[0] + 1).shape == (4, 3)
+
+
+def test_variables_and_an_optimizer_of_no_scope_join_the_replicas():
+    w = jax.device_put(jnp.ones(3), jax.devices()[3])
+    params = rx.variables({"w": w})
+    optimizer = rx.Optimizer(optax.sgd(0.1, momentum=0.9), params)
+
+    def step(x, y):
+        return optimizer.apply_gradients(
+            {"w": jax.grad(squared_error)(params["w"].read_value(), x, y)}
+        )
+
+    tx = optax.sgd(0.1, momentum=0.9)
+    expected, state = jnp.ones(3), tx.init(jnp.ones(3))
+    for _ in range(2):
+        TWO.run(step, (split(TWO, X), split(TWO, Y)))
+        grad = jax.grad(squared_error)(expected, X, Y)
+        updates, state = tx.update(grad, state)
+        expected = expected + updates
+    held = jax.tree.leaves((params, optimizer.state))
+    assert len(held) == 2
+    assert all(v.array.sharding.device_set == set(jax.devices()[:2]) for v in held)
+    np.testing.assert_allclose(params["w"].numpy(), expected, rtol=1e-6)
+    assert w.tolist() == [1.0] * 3
+
+
+def test_a_variable_of_another_strategy_is_refused_by_name():
+    with STRATEGIES[4].scope():
+        w = rx.Variable(jnp.ones(3), name="kernel")
+    with pytest.raises(rx.ContextError, match=r"'kernel' .*scope"):
+        TWO.run(lambda x: x @ w.read_value(), (split(TWO, X),))
+
+
+def test_copies_that_differ_between_devices_do_not_become_a_variable():
+    parts = [jax.device_put(jnp.full(3, i), d) for i, d in enumerate(TWO_DEVICES)]
+    unequal = jax.make_array_from_single_device_arrays(
+        (3,), NamedSharding(TWO.mesh, PartitionSpec()), parts
+    )
+    with TWO.scope():
+        w = rx.Variable(unequal, dtype=jnp.float32, name="kernel")
+    rx.assert_mirrored(w.read_value())
+    assert [v.tolist() for v in w.values] == [[0.0] * 3, [0.0] * 3]
+    with pytest.raises(rx.ReplicaDivergenceError, match="w"):
+        check = rx.RunOptions(check_values=True)
+        TWO.run(lambda w: w * 2, (unequal,), options=check)
+
+
+# -- the memory and the placement of state -------------------------------------------
+
+
+def test_no_leaf_of_a_model_or_optimizer_moves_from_step_to_step():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, all_reduce("mean", grads))
+
+    def shardings():
+        state = nnx.state((model, optimizer))
+        return jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(state))
+
+    TWO.run(step, (model, optimizer, split(TWO, X)))
+    first = shardings()
+    assert len(jax.tree.leaves(first)) == 8
+    mirrored = NamedSharding(TWO.mesh, PartitionSpec())
+    assert set(jax.tree.leaves(first)) == {mirrored}
+    TWO.run(step, (model, optimizer, split(TWO, X)))
+    assert shardings() == first
+
+
+def test_no_variable_of_an_optimizer_moves_from_step_to_step():
+    with TWO.scope():
+        params = rx.variables({"w": jnp.ones(3)})
+        optimizer = rx.Optimizer(optax.adam(0.1), params)
+    held = jax.tree.leaves((params, optimizer.state))
+    before = [v.array.sharding for v in held]
+    assert len(before) == 4
+    for _ in range(2):
+        TWO.run(lambda g: optimizer.apply_gradients({"w": g}), (jnp.ones(3),))
+        assert [v.array.sharding for v in held] == before
+
+
+def test_variables_made_of_one_array_share_no_memory():
+    a = TWO.extended.broadcast_to(jnp.ones(4))
+    with TWO.scope():
+        params, ema = rx.Variable(a), rx.Variable(a)
+
+    def step():
+        params.assign_sub(jnp.ones(4))
+        ema.assign(0.5 * (ema.read_value() + params.read_value()))
+
+    for _ in range(2):
+        TWO.run(step)
+    assert params.numpy().tolist() == [-1.0] * 4
+    assert ema.numpy().tolist() == [-0.25] * 4
+    ema.assign(params)
+    ema.assign(params.read_value())
+    TWO.run(step)
+    assert ema.numpy().tolist() == [-1.5] * 4
+    assert a.tolist() == [1.0] * 4
+
+
+def test_the_memory_of_every_written_variable_is_reused():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        params, moments, rate = map(rx.Variable, (jnp.ones(99), jnp.zeros(99), 0.1))
+
+    def step(x):
+        moments.assign(0.9 * moments.read_value() + all_reduce("mean", x))
+        params.assign_sub(rate * moments.read_value())
+
+    x = strategy.extended.broadcast_to(jnp.ones(99))
+    compiled = compiled_step(strategy, step, x)
+    written = 2 * 99 * 4  # bytes on each device; the rate is only read
+    assert compiled.memory_analysis().alias_size_in_bytes == written
+    consumed = params.array, moments.array
+    strategy.run(step, (x,))
+    assert all(array.is_deleted() for array in consumed)
+    assert not rate.array.is_deleted()

@@ -45,7 +45,8 @@ class Variable(ArrayOperators, DistributedValues):
     in a step must be the same on all replicas. That is proved when the step is traced.
 
     Args:
-      initial_value: An array, a number, or a function that returns one. It is copied.
+      initial_value: An array, a number, or a function that returns one. It is copied;
+        of an array that lies on several devices, the copy on the first one.
       trainable: Whether an optimizer is to change it. Default: True, or False for
         ``ON_READ``.
       name: What errors call it.
@@ -618,8 +619,18 @@ def _initial(value: Any, dtype: Any, name: str) -> Any:
             )
         if not isinstance(value, (jax.Array, np.ndarray)):
             value = jnp.asarray(value, dtype)  # a number takes JAX's default dtype
-        value = jnp.asarray(value)
+        value = _one_copy(jnp.asarray(value))
         return jnp.asarray(value, dtype or value.dtype)  # says so: no weak type
+
+
+def _one_copy(x: jax.Array) -> jax.Array:
+    """The copy on the first device, of an array that has a copy on each.
+
+    JAX takes it for granted that they are equal. They need not be, where the array was
+    put together from what each device had.
+    """
+    has_copies = x.is_fully_replicated and len(x.devices()) > 1
+    return x.addressable_data(0) if has_copies and x.is_fully_addressable else x
 
 
 def _kind(dtype: Any) -> int:

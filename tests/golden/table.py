@@ -155,7 +155,8 @@ def _same_array(expected: Any, got: np.ndarray) -> bool:
 def spoiled(expected: Any) -> list[Any]:
     """Returns wrong variants of an expectation: each changes one figure of it."""
     if isinstance(expected, Raises):
-        other = KeyError if expected.kind == "RuntimeError" else RuntimeError
+        is_runtime_error = expected.kind in ("RuntimeError", "NotImplementedError")
+        other = KeyError if is_runtime_error else RuntimeError
         return [Raises(other), None]
     if isinstance(expected, dict):
         return [
