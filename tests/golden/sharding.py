@@ -345,6 +345,17 @@ def batch_size_of(dataset):
 
 
 RULES = [
+    same(
+        "policy_values",
+        {"OFF": -1, "AUTO": 0, "FILE": 1, "DATA": 2, "HINT": 3},
+        lambda: {policy.name: int(policy) for policy in rx.AutoShardPolicy},
+    ),
+    not_applicable(
+        "distribute_options_defaults",
+        ["AUTO", None],
+        "These options belong to tf.data, whose second is internal. Here the policy, "
+        "AUTO by default too, is given to InputOptions.",
+    ),
     *(
         same(
             f"batch_sizes_for_worker_{batch}_{workers}x{replicas}",
