@@ -2,7 +2,7 @@
 
 import re
 
-from replicax.strategies.function_key import code_key
+from replicax.strategies.function_key import function_key
 
 _COLLECTIVE = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
@@ -15,8 +15,8 @@ def compiled_step(strategy, step, *args):
     strategy.run(step, args)
     (program,) = [
         call.repeatable_program
-        for call in strategy._runner._calls.values()
-        if call.code == code_key(step)
+        for key, call in strategy._runner._calls.items()
+        if key[0] == function_key(step) and call.repeatable_program
     ]
     variables = program.variables
     arrays = [
