@@ -24,11 +24,11 @@ class Counter:
         self.next = 0
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> int:
-        return self.next  # a lock cannot be sent to another process
+    def __getstate__(self) -> tuple[int]:
+        return (self.next,)  # a lock cannot be sent to another process
 
-    def __setstate__(self, state: int) -> None:
-        self.next = state
+    def __setstate__(self, state: tuple[int]) -> None:
+        (self.next,) = state
         self._lock = threading.Lock()
 
     def take(self) -> int:

@@ -106,8 +106,8 @@ class _Channel:
 
     def close(self) -> None:
         self.closed = True
-        self.results.clear()
         self._room.put(None)
+        self.results.clear()
 
     # -- the producer's side ---------------------------------------------------------
 

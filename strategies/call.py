@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from replicax._compat import no_trace_is_active
 
 from .arguments import Kind, Leaf, check_static
-from .function_key import static_key
+from .function_key import Global, static_key
 from .options import RunOptions
 from .program import Program
 from .state import Lift
@@ -27,12 +27,14 @@ class Call:
     """The function's code."""
     watched: Sequence[tuple[Any, Any]] = ()
     """nnx Variables that the function captures, with what they held."""
+    reachable: Sequence[Global] = ()
+    """Globals that the function, or one that it calls, can read, and what they held."""
     forget: Callable[[], Any]
     """Takes the call out of the cache."""
     repeatable_program: Program | None = None
     """The program, if arrays are all that can differ between two such calls."""
     last_fn: Any = None
-    """The function object of the last such call."""
+    """The function object of the last call."""
 
     def __call__(
         self, leaves: list[Any], args: Any, kwargs: Any, options: RunOptions

@@ -11,11 +11,17 @@ import dis
 import functools
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+from replicax._compat import is_library_file
 
 _BY_VALUE = frozenset({int, bool, str, bytes, type(None), type(Ellipsis)})
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 _EMPTY_CELL = object()
+_MISSING = object()
+
+Global: TypeAlias = tuple[dict[str, Any], str, Any]
+"""Where a global is, what it is called, and what it held."""
 
 LIBRARIES = frozenset(
     {"builtins", "jax", "jaxlib", "numpy", "flax", "optax", "replicax"}
@@ -27,7 +33,7 @@ def function_key(fn: Any) -> Any:
     """Describes a callable by its code and what it captures.
 
     Functions are compared by code object, closure cells, defaults and the globals that
-    they read; numbers and strings that they capture by value, everything else by
+    their code reads; numbers and strings that they capture by value, everything else by
     identity; bound methods and ``functools.partial`` by their parts; any other callable
     by identity.
 
@@ -85,21 +91,66 @@ def captured_cells(fn: Any) -> list[tuple[Any, Any]]:
     return cells
 
 
-def captured_globals(fn: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Returns the globals that a function reads itself: where, by what name, and what.
-
-    Those that functions which it calls read are not among them: as in ``jax.jit``, the
-    same function object goes on seeing what they were.
-    """
-    while isinstance(fn, (functools.partial, types.MethodType)):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-    if not isinstance(fn, types.FunctionType):
-        return []
+def captured_globals(fn: Any) -> list[Global]:
+    """Returns the globals that the key of ``fn`` looks at."""
     return [
-        (fn.__globals__, name, value)
-        for name in global_names(fn.__code__)
-        if not isinstance(value := fn.__globals__.get(name), types.ModuleType)
+        found for function in _captured_functions(fn) for found in _globals_of(function)
     ]
+
+
+def reachable_globals(fn: Any) -> list[Global]:
+    """Returns the globals that a function can read, itself or by functions it calls.
+
+    Functions of libraries are left out, and all beyond the first thousand.
+    """
+    found: list[Global] = []
+    pending, seen = _captured_functions(fn), set()
+    while pending and len(found) < 1000:
+        function = pending.pop()
+        if id(function) in seen or is_library_file(function.__code__.co_filename):
+            continue
+        seen.add(id(function))
+        own = _globals_of(function)
+        found += own
+        for _, _, value in own:
+            pending += _captured_functions(value)
+    return found
+
+
+def have_other_values(names: Sequence[Global]) -> bool:
+    """Whether any of these globals holds something else by now."""
+    for namespace, name, value in names:
+        now = namespace.get(name, _MISSING)
+        if now is not value and _of_global(now, []) != _of_global(value, []):
+            return True
+    return False
+
+
+def _captured_functions(fn: Any) -> list[types.FunctionType]:
+    """The functions that a callable consists of: itself, and those in its closure."""
+    found: list[types.FunctionType] = []
+    pending, seen = [fn], set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            found.append(value)
+            pending += [contents_of(c) for c in value.__closure__ or ()]
+            pending += value.__defaults__ or ()
+            pending += (value.__kwdefaults__ or {}).values()
+        elif isinstance(value, types.MethodType):
+            pending.append(value.__func__)
+        elif isinstance(value, functools.partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+    return found
+
+
+def _globals_of(function: types.FunctionType) -> list[Global]:
+    namespace = function.__globals__
+    names = global_names(function.__code__)
+    return [(namespace, name, namespace.get(name, _MISSING)) for name in names]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -164,22 +215,13 @@ def _of(value: Any, references: list[Any], inside: tuple[int, ...]) -> Any:
     return _of_identity(value, references)
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_of_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in LIBRARIES
-
-
 def _of_function(
     fn: types.FunctionType, references: list[Any], inside: tuple[int, ...]
 ) -> Any:
     references.append(fn.__code__)
     references.append(fn.__globals__)
     key: tuple[Any, ...] = (id(fn.__code__), id(fn.__globals__))
-    if not _is_of_library(fn.__module__):
-        key += tuple(
-            _of(fn.__globals__.get(name), references, inside)
-            for name in global_names(fn.__code__)
-        )
+    key += tuple(_of_global(value, references) for _, _, value in _globals_of(fn))
     if fn.__closure__:
         key += tuple(
             _of(contents_of(cell), references, inside) for cell in fn.__closure__
@@ -191,6 +233,13 @@ def _of_function(
             (k, _of(d, references, inside)) for k, d in fn.__kwdefaults__.items()
         )
     return key
+
+
+def _of_global(value: Any, references: list[Any]) -> Any:
+    kind = type(value)
+    if kind in _BY_VALUE or kind is float or kind is complex:
+        return _of(value, references, ())
+    return _of_identity(value, references)
 
 
 def contents_of(cell: Any) -> Any:

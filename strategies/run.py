@@ -27,6 +27,8 @@ from .function_key import (
     code_key,
     function_key,
     function_references,
+    have_other_values,
+    reachable_globals,
 )
 from .merge import is_per_replica, replica_structure
 from .mirrored_guard import MirroredGuard
@@ -78,15 +80,23 @@ class Runner:
         options = options or _DEFAULT_OPTIONS
         key = (function_key(fn), treedef, tuple(map(type, leaves)), options.key)
         call = self._calls.get(key)
-        if call is None or (call.watched and have_changed(fn, call.watched)):
+        again = call is not None and call.last_fn is fn
+        if (
+            call is None
+            or (call.watched and have_changed(fn, call.watched))
+            # As in jax.jit, only another function object sees other globals at depth.
+            or (not again and have_other_values(call.reachable))
+        ):
             call = self._plan(fn, args, kwargs, options, key, leaves)
+        call.last_fn = fn
         if call.repeatable_program is not None:
-            self._note_shortcut(call, fn, options)
+            self._note_shortcut(call, fn, options, again)
         return call(leaves, args, kwargs, options)
 
-    def _note_shortcut(self, call: Call, fn: Any, options: RunOptions) -> None:
+    def _note_shortcut(
+        self, call: Call, fn: Any, options: RunOptions, again: bool
+    ) -> None:
         """Prepares the short way for a function object that is seen again."""
-        again, call.last_fn = call.last_fn is fn, fn
         program = call.repeatable_program
         if program is None or not program.is_repeatable:
             self.shortcuts.pop(id(fn), None)
@@ -120,6 +130,7 @@ class Runner:
         call.references = references
         call.code = code_key(fn)
         call.watched = captured_variables(fn)
+        call.reachable = reachable_globals(fn)
         if not tracing:
             with self._lock:
                 self._calls[key] = call
@@ -184,9 +195,10 @@ class Runner:
             warnings.warn(
                 f"{fn.__qualname__} ({code.co_filename}:{code.co_firstlineno}) was "
                 f"traced and compiled {_MANY_TRACES} times. Usual causes: an array or "
-                "object that it captures is made anew or changed for each call (pass "
-                "it as an argument), a bool, string or function among its arguments "
-                "keeps changing, or shapes keep changing (pad them to a few sizes).",
+                "object that it captures, or a global that it reads, is made anew or "
+                "changed for each call (pass it as an argument), a bool, string or "
+                "function among its arguments keeps changing, or shapes keep changing "
+                "(pad them to a few sizes).",
                 stacklevel=2,
             )
 

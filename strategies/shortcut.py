@@ -45,7 +45,8 @@ def make_shortcut(  # noqa: C901 - in one piece, because a call costs time
       A function of the arguments of ``Strategy.run``. It returns what the step returns;
       or ``NOT_REPEATED``, having done nothing, if this is another call after all.
     """
-    cells, named = captured_cells(fn), captured_globals(fn)
+    cells = captured_cells(fn)
+    named = [g for g in captured_globals(fn) if g[1] in g[0]]
     is_function = isinstance(fn, types.FunctionType)
     defaults = fn.__defaults__ if is_function else None
     kwdefaults = fn.__kwdefaults__ if is_function else None

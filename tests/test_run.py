@@ -618,15 +618,74 @@ def _scaled(x):
 
 def test_a_global_that_a_step_reads_is_seen_when_it_changes():
     global _GLOBAL
-    x = jnp.ones(2)
+    x, placed = jnp.ones(2), TWO.run(lambda x: x, (jnp.ones(2),))
+
+    @functools.wraps(_scaled)
+    def decorated(x):
+        return _scaled(x) + 0 * _GLOBAL
+
     for value in (1.0, 2.0, 3.0, 3.0):
         _GLOBAL = value
         results = [
             TWO.run(lambda x: x * _GLOBAL, (x,)),  # noqa: B023
             TWO.run(lambda x: _scaled(x), (x,)),
-            *(TWO.run(_scaled, (x,)) for _ in range(3)),
+            *(TWO.run(_scaled, (placed,)) for _ in range(3)),
+            *(TWO.run(decorated, (placed,)) for _ in range(3)),
         ]
-        assert [float(r[0]) for r in results] == [value] * 5
+        assert [float(r[0]) for r in results] == [value] * 8
+
+
+_OPTIONAL = None
+
+
+def test_a_global_that_is_gone_is_not_none():
+    global _OPTIONAL
+
+    def step(x):
+        try:
+            return x if _OPTIONAL is None else x * 2
+        except NameError:
+            return x * 8
+
+    for _ in range(4):
+        assert float(TWO.run(step, (1.0,))) == 1.0
+    del _OPTIONAL
+    assert float(TWO.run(step, (1.0,))) == 8.0
+    _OPTIONAL = None
+    assert float(TWO.run(step, (1.0,))) == 1.0
+
+
+def test_functions_that_call_each_other_are_looked_at_once():
+    names = [f"f{i}" for i in range(20)]
+    calls = " + ".join(f"{name}(x)" for name in names)
+    namespace = {}
+    for name in names:
+        exec(f"def {name}(x):\n    return x if True else {calls}", namespace)
+    for _ in range(3):
+        step = eval("lambda x: f0(x)", namespace)
+        assert float(TWO.run(step, (1.0,))) == 1.0
+
+
+_turn = 0
+
+
+def _note(x):
+    return x, _turn
+
+
+def test_a_changing_global_of_a_function_that_is_called_does_not_trace_again():
+    global _turn
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        jax.debug.callback(_note, x)
+        return x
+
+    for turn in range(5):
+        _turn = turn
+        TWO.run(step, (jnp.ones(2),))
+    assert len(traces) == 1
 
 
 # -- donation ------------------------------------------------------------------------
