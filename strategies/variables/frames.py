@@ -9,6 +9,10 @@ A value that is written at an inner level of the trace, such as the body of a
 ``lax.scan``, cannot be kept in a dictionary: it belongs to the inner trace. Such a
 variable is held in a ``jax.Ref`` instead, which JAX carries through loops and branches.
 That becomes known when it happens, and then the function is traced once more.
+
+JAX remembers the traces of functions that a step calls by way of ``jax.jit`` or
+``lax.scan``, and would not call them again, so that their reads and writes would go
+unnoticed. Each frame therefore is a context of its own to JAX's caches.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 _live: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _serials = itertools.count()
 _registering = threading.Lock()
+_trace_of_its_own = jax.make_user_context(0)
+_traces = itertools.count(1)
 
 
 def register(variable: Variable) -> None:
@@ -107,7 +113,7 @@ class Frame:
         self.written[variable] = None
         ref = self._refs.get(variable)
         if ref is not None:
-            ref[...] = value
+            _set(ref, value, variable)
         elif _compat.trace_level() == self._level:
             self._values[variable] = value
         else:  # what is traced from here on will be traced again
@@ -134,6 +140,19 @@ class Frame:
         self.used[variable] = None
 
 
+def _set(ref: Any, value: Any, variable: Variable) -> None:
+    try:
+        ref[...] = value
+    except Exception as error:
+        if "vmapped" not in str(error):
+            raise
+        raise ContextError(
+            f"{variable!r} was written in a jax.vmap with a value for each element of "
+            "the batch, but it holds one. Return the values from the mapped function, "
+            "combine them, and write after jax.vmap."
+        ) from error
+
+
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -152,10 +171,21 @@ class entered:
 
     def __init__(self, frame: Frame):
         self._frame = frame
+        self._context = _trace_of_its_own(next(_traces))
 
     def __enter__(self) -> Frame:
+        self._context.__enter__()
         _thread.frames.append(self._frame)
         return self._frame
 
     def __exit__(self, *exc: Any) -> None:
         _thread.frames.pop()
+        self._context.__exit__(*exc)
+
+
+def any_trace() -> Any:
+    """In its ``with``, JAX may use the trace of an earlier frame.
+
+    For functions that take the arrays of variables as arguments.
+    """
+    return _trace_of_its_own(0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import collectives
+from ..fence import LAUNCHING
 from .places import Place, place
 from .synchronization import VariableAggregation
 
@@ -63,13 +64,12 @@ def scatter(variable: Variable, how: str, slices: Any) -> Any:
     values, indices = _checked(variable, slices, call)
     if place() is Place.REPLICA:
         values, indices = _agreed(variable, values, indices)
-    rows = jnp.asarray(variable.for_operator()).at[indices]
+    method = {"update": "set", "mul": "multiply", "div": "divide"}.get(how, how)
     if how == "sub":
-        new = rows.add(-values)
-    else:
-        method = {"update": "set", "mul": "multiply", "div": "divide"}.get(how, how)
-        new = getattr(rows, method)(values)
-    return variable.store(new)
+        method, values = "add", -values
+    with LAUNCHING:  # nobody must write it meanwhile
+        rows = jnp.asarray(variable.for_operator()).at[indices]
+        return variable.store(getattr(rows, method)(values))
 
 
 def _agreed(variable: Variable, values: Any, indices: Any) -> tuple[Any, Any]:
