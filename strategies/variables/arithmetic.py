@@ -97,4 +97,4 @@ class ArrayOperators:
             return np.array(self.for_operator(), dtype=dtype)
 
     def __format__(self, spec: str) -> str:
-        return format(np.asarray(self) if spec else self, spec)
+        return format(np.asarray(self), spec) if spec else str(self)

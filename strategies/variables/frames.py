@@ -103,13 +103,13 @@ class Frame:
 
     def load(self, variable: Variable) -> Any:
         """What the variable holds now."""
-        self._use(variable)
+        self.use(variable)
         ref = self._refs.get(variable)
         return self._values[variable] if ref is None else ref[...]
 
     def store(self, variable: Variable, value: Any) -> None:
         """Lets the variable hold ``value``, which has its shape and dtype."""
-        self._use(variable)
+        self.use(variable)
         self.written[variable] = None
         ref = self._refs.get(variable)
         if ref is not None:
@@ -125,7 +125,8 @@ class Frame:
             self._values[variable] = jax.ref.freeze(ref)
         return [self._values[v] for v in self.written]
 
-    def _use(self, variable: Variable) -> None:
+    def use(self, variable: Variable) -> None:
+        """Notes that the variable is used; one of no strategy joins the frame's."""
         if variable not in self._values:
             if variable in self.created:
                 self._values[variable] = variable.initial_in(self)

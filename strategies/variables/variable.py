@@ -157,6 +157,12 @@ class Variable(ArrayOperators, DistributedValues):
         self._strategy, self.is_free = strategy, False
         self._lay_out(value)
 
+    def join_step(self) -> None:
+        """Is adopted by the strategy of the step that is traced, if it has none."""
+        frame = frames.current()
+        if frame is not None:
+            frame.use(self)
+
     # -- where it lies ---------------------------------------------------------------
 
     def set_array(self, array: jax.Array) -> None:
@@ -428,6 +434,7 @@ class Variable(ArrayOperators, DistributedValues):
 
     def _write(self, call: str, value: Any, combine: Any) -> Any:
         self._refuse_foreign_scope(call)
+        self.join_step()
         here = place()
         value = self._checked(value, call, here)
         if here is Place.REPLICA:
