@@ -18,7 +18,7 @@ from .. import collectives
 from ..context import get_strategy, has_strategy
 from ..fence import LAUNCHING
 from ..merge import TracedPerReplica, is_per_replica
-from ..placement import Placer, as_array, stack
+from ..placement import Placer, stack
 from . import frames
 from .aggregation import aggregated
 from .arithmetic import ArrayOperators
