@@ -112,6 +112,8 @@ def parts_of(x: jax.Array) -> list[jax.Array]:
     As ``x.addressable_shards``, but without its trace on ``x``. Stands on the private
     ``_arrays``.
     """
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return [shard.data for shard in x.addressable_shards]
     return x._arrays  # pyright: ignore[reportAttributeAccessIssue]
 
 

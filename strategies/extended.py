@@ -15,6 +15,7 @@ from .communication import CommunicationOptions
 from .context import (
     cross_replica,
     get_replica_context,
+    get_strategy,
     in_merge_call,
     require_cross_replica,
 )
@@ -212,28 +213,26 @@ class StrategyExtended:
         """
         if not is_variable(var):
             raise TypeError(f"update needs an rx.Variable. Got {type(var).__name__}.")
+        return self._updated("update", fn, (var, *args), kwargs, group)
+
+    def _updated(
+        self, call: str, fn: Any, args: Sequence[Any], kwargs: Any, group: bool
+    ) -> Any:
         given = tuple(args), dict(kwargs or {})
         context = get_replica_context()
         if context is not None and context.is_traced:
-            return context.merge_call(self._update, (var, fn, given))
-        require_cross_replica(self._strategy, "update", "it in a scope")
+            return context.merge_call(_update_in_step, (fn, given))
+        require_cross_replica(self._strategy, call, "it in a scope")
         if in_merge_call():
-            out = self._update(self._strategy, var, fn, given)
+            out = _update_in_step(self._strategy, fn, given)
         else:
-            out = self._strategy.run(_update_copies, (var, fn, *given))
+            out = self._strategy.run(_update, (fn, *given))
         return out if group else self._of_each_copy(out)
 
     def _of_each_copy(self, out: Any) -> tuple[Any, ...]:
         """The result for each copy, also where all copies have the same."""
         # Of a structure, plain leaves are repeated; of a leaf alone they are not.
         return tuple(x for (x,) in self._strategy.experimental_local_results((out,)))
-
-    def _update(self, strategy: Any, var: Any, fn: Any, given: Any) -> Any:
-        """Updates a variable while a step is traced around us."""
-        args, kwargs = component_for_replica(given, strategy)
-        with cross_replica(strategy, is_updating=True):
-            out = fn(var, *args, **kwargs)
-        return join_replicas(out, strategy)
 
     def update_non_slot(
         self,
@@ -256,13 +255,7 @@ class StrategyExtended:
           As :meth:`update`.
         """
         del colocate_with
-        return self.update(
-            Variable(0, trainable=False, name="non_slot"),
-            lambda _, *args, **kwargs: fn(*args, **kwargs),
-            args,
-            kwargs,
-            group,
-        )
+        return self._updated("update_non_slot", fn, args, kwargs, group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[jax.Device, ...]:
         """Returns the devices of state that belongs to none of the variables."""
@@ -296,7 +289,14 @@ class StrategyExtended:
         return contextlib.nullcontext()
 
 
-def _update_copies(var: Any, fn: Any, args: Any, kwargs: Any) -> Any:
-    """The step that updates the copies of a variable, from between steps."""
-    with cross_replica(var.strategy, is_updating=True):
-        return fn(var, *args, **kwargs)
+def _update_in_step(strategy: Any, fn: Any, given: Any) -> Any:
+    """Calls an updating function while a step is traced around us."""
+    args, kwargs = component_for_replica(given, strategy)
+    with cross_replica(strategy, is_updating=True):
+        return join_replicas(fn(*args, **kwargs), strategy)
+
+
+def _update(fn: Any, args: Any, kwargs: Any) -> Any:
+    """The step that calls an updating function, from between steps."""
+    with cross_replica(get_strategy(), is_updating=True):
+        return fn(*args, **kwargs)

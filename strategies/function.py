@@ -75,14 +75,16 @@ def function(
       >>> float(w)
       6.0
     """
+    if steps_per_execution is not None and (
+        not isinstance(steps_per_execution, int) or steps_per_execution < 1
+    ):
+        raise ValueError(
+            f"steps_per_execution must be a positive int. Got {steps_per_execution!r}."
+        )
     if fn is None:
         return functools.partial(function, steps_per_execution=steps_per_execution)
     if steps_per_execution is None:
         return Function(fn)
-    if not isinstance(steps_per_execution, int) or steps_per_execution < 1:
-        raise ValueError(
-            f"steps_per_execution must be a positive int. Got {steps_per_execution!r}."
-        )
     return _Loop(fn, steps_per_execution)
 
 

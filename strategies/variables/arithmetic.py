@@ -67,7 +67,9 @@ class ArrayOperators:
     __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
     __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
     __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
-    __lshift__, __rshift__ = _binary(operator.lshift), _binary(operator.rshift)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
@@ -76,7 +78,11 @@ class ArrayOperators:
     __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
     __float__, __int__, __bool__ = _unary(float), _unary(int), _unary(bool)
     __complex__, __index__ = _unary(complex), _unary(operator.index)
-    __len__, __round__ = _unary(len), _unary(round)
+    __len__ = _unary(len)
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        with LAUNCHING:
+            return round(self.for_operator(), ndigits)
 
     def __getitem__(self, index: Any) -> Any:
         with LAUNCHING:
@@ -91,4 +97,4 @@ class ArrayOperators:
             return np.array(self.for_operator(), dtype=dtype)
 
     def __format__(self, spec: str) -> str:
-        return format(np.asarray(self) if spec else self, spec)
+        return format(np.asarray(self), spec) if spec else str(self)

@@ -107,16 +107,22 @@ class Captured:
             # between the call, which consumes arrays, and keeping what it returns.
             results.extend(itertools.starmap(call, ((read, written, *args),)))
         finally:
-            if results:
-                self._write(results[0][1])
+            is_written = False
+            try:
+                is_written = not results or self._write(results[0][1])
+            finally:
+                if not is_written:  # the Ctrl-C came meanwhile
+                    self._write(results[0][1])
         return results[0][0]
 
-    def _write(self, news: Sequence[jax.Array]) -> None:
+    def _write(self, news: Sequence[jax.Array]) -> bool:
+        """Keeps the new arrays. Does no harm when it is done twice."""
         kept = [v.layout.leave(new) for v, new in zip(self.written, news, strict=True)]
         # In one go, for the same reason.
         collections.deque(
             map(setattr, self.written, itertools.repeat("array"), kept), maxlen=0
         )
+        return True
 
     # -- inside of a trace -----------------------------------------------------------
 
@@ -127,7 +133,8 @@ class Captured:
     def _inline(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         read = [v.array_here() for v in self.read]
         written = [v.array_here() for v in self.written]
-        result, news = call(read, written, *args, **kwargs)
+        with frames.any_trace():
+            result, news = call(read, written, *args, **kwargs)
         frame = frames.current()
         for v, new in zip(self.written, news, strict=True):
             if frame is None:

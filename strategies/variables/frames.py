@@ -9,6 +9,10 @@ A value that is written at an inner level of the trace, such as the body of a
 ``lax.scan``, cannot be kept in a dictionary: it belongs to the inner trace. Such a
 variable is held in a ``jax.Ref`` instead, which JAX carries through loops and branches.
 That becomes known when it happens, and then the function is traced once more.
+
+JAX remembers the traces of functions that a step calls by way of ``jax.jit`` or
+``lax.scan``, and would not call them again, so that their reads and writes would go
+unnoticed. Each frame therefore is a context of its own to JAX's caches.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 _live: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _serials = itertools.count()
 _registering = threading.Lock()
+_trace_of_its_own = jax.make_user_context(0)
+_traces = itertools.count(1)
 
 
 def register(variable: Variable) -> None:
@@ -109,17 +115,17 @@ class Frame:
 
     def load(self, variable: Variable) -> Any:
         """What the variable holds now."""
-        self._use(variable)
+        self.use(variable)
         ref = self._refs.get(variable)
         return self._values[variable] if ref is None else ref[...]
 
     def store(self, variable: Variable, value: Any) -> None:
         """Lets the variable hold ``value``, which has its shape and dtype."""
-        self._use(variable)
+        self.use(variable)
         self.written[variable] = None
         ref = self._refs.get(variable)
         if ref is not None:
-            ref[...] = value
+            _set(ref, value, variable)
         elif _compat.trace_level() == self._level:
             self._values[variable] = value
         else:  # what is traced from here on will be traced again
@@ -131,7 +137,8 @@ class Frame:
             self._values[variable] = jax.ref.freeze(ref)
         return [self._values[v] for v in self.written]
 
-    def _use(self, variable: Variable) -> None:
+    def use(self, variable: Variable) -> None:
+        """Notes that the variable is used; one of no strategy joins the frame's."""
         if variable not in self._values:
             if variable in self.created:
                 self._values[variable] = variable.initial_in(self)
@@ -144,6 +151,19 @@ class Frame:
         if variable.is_free and self._strategy not in (None, variable.strategy):
             variable.adopt(self._strategy)
         self.used[variable] = None
+
+
+def _set(ref: Any, value: Any, variable: Variable) -> None:
+    try:
+        ref[...] = value
+    except Exception as error:
+        if "vmapped" not in str(error):
+            raise
+        raise ContextError(
+            f"{variable!r} was written in a jax.vmap with a value for each element of "
+            "the batch, but it holds one. Return the values from the mapped function, "
+            "combine them, and write after jax.vmap."
+        ) from error
 
 
 class _PerThread(threading.local):
@@ -159,17 +179,20 @@ def current() -> Frame | None:
     return _thread.frames[-1] if _thread.frames else None
 
 
-# JAX remembers the traces of functions that it was given before, such as the body of a
-# loop, by their arguments. What such a function finds in a frame is no argument.
-_tracing_for = jax.make_user_context(None)
-
-
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[Frame]:
     """Makes a frame the current one, in a ``with``."""
     _thread.frames.append(frame)
     try:
-        with _tracing_for(next(_serials)):
+        with _trace_of_its_own(next(_traces)):
             yield frame
     finally:
         _thread.frames.pop()
+
+
+def any_trace() -> contextlib.AbstractContextManager[None]:
+    """In its ``with``, JAX may use the trace of an earlier frame.
+
+    For functions that take the arrays of variables as arguments.
+    """
+    return _trace_of_its_own(0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import collectives
+from ..fence import LAUNCHING
 from .places import Place, place
 from .synchronization import VariableAggregation
 
@@ -59,17 +60,17 @@ def scatter(variable: Variable, how: str, slices: Any) -> Any:
       As ``Variable.assign``.
     """
     call = f"scatter_{how}"
+    variable.join_step()
     _refuse(variable, how, call)
     values, indices = _checked(variable, slices, call)
     if place() is Place.REPLICA:
         values, indices = _agreed(variable, values, indices)
-    rows = jnp.asarray(variable.for_operator()).at[indices]
+    method = {"update": "set", "mul": "multiply", "div": "divide"}.get(how, how)
     if how == "sub":
-        new = rows.add(-values)
-    else:
-        method = {"update": "set", "mul": "multiply", "div": "divide"}.get(how, how)
-        new = getattr(rows, method)(values)
-    return variable.store(new)
+        method, values = "add", -values
+    with LAUNCHING:  # nobody must write it meanwhile
+        rows = jnp.asarray(variable.for_operator()).at[indices]
+        return variable.store(getattr(rows, method)(values))
 
 
 def _agreed(variable: Variable, values: Any, indices: Any) -> tuple[Any, Any]:
@@ -127,7 +128,8 @@ def _checked(variable: Variable, slices: Any, call: str) -> tuple[Any, Any]:
     if indices.ndim != 1:
         indices, values = indices.reshape(-1), values.reshape(-1, *variable.shape[1:])
     if indices.size and not isinstance(indices, jax.core.Tracer):
-        low, high = int(np.min(indices)), int(np.max(indices))
+        rows = np.asarray(indices)  # also while a step is traced
+        low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= variable.shape[0]:
             raise IndexError(
                 f"{call} of {variable!r} got index {low if low < 0 else high}, but its "

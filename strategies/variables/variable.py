@@ -18,7 +18,7 @@ from .. import collectives
 from ..context import get_strategy, has_strategy
 from ..fence import LAUNCHING
 from ..merge import TracedPerReplica, is_per_replica, join_replicas
-from ..placement import Placer, as_array, stack
+from ..placement import Placer, stack
 from . import frames
 from .aggregation import aggregated
 from .arithmetic import ArrayOperators
@@ -112,7 +112,8 @@ class Variable(ArrayOperators, DistributedValues):
 
     def _lay_out(self, value: Any) -> None:
         self.layout = self._strategy.variable_layout(self, self._is_sharded)
-        self.set_array(self.layout.born(self.layout.of_whole(value)))
+        with jax.ensure_compile_time_eval():  # also while a step is traced
+            self.set_array(self.layout.born(self.layout.of_whole(value)))
 
     # -- what it is ------------------------------------------------------------------
 
@@ -151,10 +152,17 @@ class Variable(ArrayOperators, DistributedValues):
 
     def adopt(self, strategy: Strategy) -> None:
         """Moves a variable that was made in no scope to a strategy, for good."""
-        value = self.layout.to_whole(self.array)
+        with jax.ensure_compile_time_eval():
+            value = self.layout.to_whole(self.array)
         self._check_for(strategy)
         self._strategy, self.is_free = strategy, False
         self._lay_out(value)
+
+    def join_step(self) -> None:
+        """Is adopted by the strategy of the step that is traced, if it has none."""
+        frame = frames.current()
+        if frame is not None:
+            frame.use(self)
 
     # -- where it lies ---------------------------------------------------------------
 
@@ -433,17 +441,20 @@ class Variable(ArrayOperators, DistributedValues):
         Returns:
           An array ``[*indices.shape, *shape[1:]]``.
         """
-        return jnp.take(self.for_operator(), jnp.asarray(indices), axis=0)
+        with LAUNCHING:
+            return jnp.take(self.for_operator(), jnp.asarray(indices), axis=0)
 
     def _write(self, call: str, value: Any, combine: Any) -> Any:
         self._refuse_foreign_scope(call)
+        self.join_step()
         here = place()
         value = self._checked(value, call, here)
         if here is Place.REPLICA:
             value = self.agreed(value)
         elif here is Place.CROSS_REPLICA and self._has_rows:
             value = self._for_rows(value, call)
-        return self.store(combine(self._value_here(), value))
+        with LAUNCHING:  # nobody must write it meanwhile
+            return self.store(combine(self._value_here(), value))
 
     def store(self, new: Any) -> Any:
         """Lets it hold a value, which replicas have agreed on where they must.
@@ -513,9 +524,14 @@ class Variable(ArrayOperators, DistributedValues):
                     "mean each replica's value or their sum: `assign` the sum that you "
                     "want."
                 )
-            value = (value / self._strategy.num_replicas_in_sync).astype(self.dtype)
+            value = self._share(value)
         frame = frames.current()
         return value if frame and frame.is_replica else self.layout.of_whole(value)
+
+    def _share(self, value: Any) -> Any:
+        """A replica's part of a sum; for integers rounded towards zero, as in TF."""
+        num_replicas = jnp.asarray(self._strategy.num_replicas_in_sync, self.dtype)
+        return jax.lax.div(value, num_replicas)
 
     def _refuse_foreign_scope(self, call: str) -> None:
         if has_strategy() and get_strategy() is not self._strategy and not self.is_free:
@@ -545,17 +561,31 @@ class Variable(ArrayOperators, DistributedValues):
         """``value`` as an array of the dtype, cast if the user must have meant that."""
         if isinstance(value, (jax.Array, jax.core.Tracer)):
             found = value.dtype
-            if found == self.dtype or value.weak_type:
+            is_weak = jax.typeof(value).weak_type
+            if found == self.dtype and not is_weak:
+                return value
+            if is_weak and _kind(found) in range(_kind(self.dtype) + 1):
                 return value.astype(self.dtype)
         else:
-            value = as_array(value)
-            found = value.dtype
+            found = np.asarray(value).dtype
             if _kind(found) in range(_kind(self.dtype) + 1):
+                self._check_range(value, call)
                 return jnp.asarray(value, self.dtype)
         raise TypeError(
             f"{call} of {self!r} needs a value of its dtype. Got {found}: cast it with "
             f"`.astype({str(self.dtype)!r})`."
         )
+
+    def _check_range(self, value: Any, call: str) -> None:
+        if not jnp.issubdtype(self.dtype, jnp.integer) or not np.size(value):
+            return
+        limits = jnp.iinfo(self.dtype)
+        low, high = np.min(value), np.max(value)
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"{call} of {self!r} needs numbers from {limits.min} to {limits.max}. "
+                f"Got {low if low < limits.min else high}."
+            )
 
     def _component(self, value: PerReplica, call: str, here: Place) -> Any:
         if isinstance(value, TracedPerReplica):  # in merge_call
@@ -579,8 +609,9 @@ class Variable(ArrayOperators, DistributedValues):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         new = object.__new__(Variable)
         memo[id(self)] = new
-        new.__dict__.update(self.__dict__)
-        new.set_array(self.layout.placer.copy(self.array))
+        with LAUNCHING:
+            new.__dict__.update(self.__dict__)
+            new.set_array(self.layout.placer.copy(self.array))
         frames.register(new)
         return new
 
