@@ -200,6 +200,39 @@ def test_clipping_as_a_hook_sees_the_whole_gradient():
         np.testing.assert_allclose(our_norm, norm, rtol=1e-6)
 
 
+@pytest.mark.parametrize("settings", [SLICED, {**SLICED, **LARGE_SLICED}])
+def test_steps_of_one_launch_train_as_steps_of_many(settings):
+    strategy = mirrored(2, **settings)
+    with strategy.scope():
+        params = rx.variables(INITIAL)
+        optimizer = rx.Optimizer(optax.adam(0.1), params)
+
+    def step(xs, ys):
+        def one(_, batch):
+            grads = jax.grad(loss_fn)(rx.read(params), *batch)
+            return None, optimizer.apply_gradients(grads)
+
+        return jax.lax.scan(one, None, (xs, ys))[1]
+
+    @rx.function
+    def train(*batches):
+        return strategy.run(step, batches)
+
+    def halves_of_all(arrays):
+        halves = np.split(np.stack(arrays), 2, axis=1)
+        return strategy.run(lambda x: x, (rx.PerReplica(halves),))
+
+    norms = train(*map(halves_of_all, zip(*BATCHES, strict=True)))
+    theirs, whole, norm = trained(mirrored(2), optax.adam(0.1))
+    np.testing.assert_allclose(norms[-1], norm, rtol=1e-5)
+    for a, b in zip(
+        arrays_of((params, optimizer.state)),
+        arrays_of((theirs, whole.state)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 # -- variables in slices ---------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from . import frames
 
 if TYPE_CHECKING:
