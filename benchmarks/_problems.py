@@ -32,6 +32,9 @@ class Problem:
       batch: One global batch, a pytree of numpy arrays of shape `[rows, ...]`.
       step: `(state, batch, mean) -> (state, loss)`, for the rows of one replica;
         `mean` averages a pytree over the replicas.
+      params: The initial parameters, a part of the state.
+      loss_fn: `(params, batch) -> loss`, the mean over the rows of one replica.
+      optimizer: The Optax transformation that makes the same steps.
     """
 
     name: str
@@ -39,6 +42,9 @@ class Problem:
     state: Any
     batch: Any
     step: Callable[[Any, Any, Mean], tuple[Any, jax.Array]]
+    params: Any
+    loss_fn: Callable[[Any, Any], jax.Array]
+    optimizer: optax.GradientTransformation
 
 
 def thousand_floats(rows: int) -> Problem:
@@ -56,7 +62,9 @@ def thousand_floats(rows: int) -> Problem:
         return w - 0.1 * mean(gradient), loss
 
     x = np.random.default_rng(0).normal(size=(rows, 1000)).astype(np.float32)
-    return Problem("1,000 floats", "SGD on 1,000 floats", jnp.zeros(1000), x, step)
+    w = jnp.zeros(1000)
+    title = "SGD on 1,000 floats"
+    return Problem("1,000 floats", title, w, x, step, w, loss_fn, optax.sgd(0.1))
 
 
 def classification_batch(rows: int, *shape: int) -> dict[str, np.ndarray]:
@@ -80,17 +88,17 @@ def _classifier(
     """A classifier trained with Adam; its state is `(params, optimizer state)`."""
     optimizer = optax.adam(LEARNING_RATE)
 
+    def loss_fn(params, batch):
+        return cross_entropy(apply(params, batch["image"]), batch["label"])
+
     def step(state, batch, mean):
         params, slots = state
-
-        def loss_fn(params):
-            return cross_entropy(apply(params, batch["image"]), batch["label"])
-
-        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
         updates, slots = optimizer.update(mean(gradients), slots, params)
         return (optax.apply_updates(params, updates), slots), loss
 
-    return Problem(name, title, (params, optimizer.init(params)), batch, step)
+    state = params, optimizer.init(params)
+    return Problem(name, title, state, batch, step, params, loss_fn, optimizer)
 
 
 def _dense(key: jax.Array, rows: int, columns: int) -> dict[str, jax.Array]:

@@ -174,6 +174,44 @@ def replicax(
     return Contender(name, run)
 
 
+# -- steps with closures over variables --------------------------------------------
+
+
+class WithVariables:
+    """A training step that closes over variables and an optimizer of Replicax.
+
+    Args:
+      problem: What is trained.
+      strategy: The strategy of the variables.
+
+    Attributes:
+      variables: The parameters and the optimizer's state.
+    """
+
+    def __init__(self, problem: Problem, strategy: rx.Strategy):
+        with strategy.scope():
+            params = rx.variables(problem.params)
+            optimizer = rx.Optimizer(problem.optimizer, params)
+
+        def step(batch):
+            loss_and_gradients = jax.value_and_grad(problem.loss_fn)
+            loss, gradients = loss_and_gradients(rx.read(params), batch)
+            optimizer.apply_gradients(gradients)
+            return loss
+
+        self.variables = (params, optimizer.state)
+        self._strategy = strategy
+        self._step = step
+        self._batch = per_replica(problem.batch, strategy)
+
+    def run(self, steps: int) -> None:
+        """Runs steps, and waits for the last one."""
+        loss = None
+        for _ in range(steps):
+            loss = self._strategy.run(self._step, (self._batch,))
+        jax.block_until_ready(loss)
+
+
 # -- steps on nnx objects ----------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 PROGRAMS = [
     ["import_time.py"],
     ["run_overhead.py", "--devices", "2"],
+    ["variables.py", "--devices", "2"],
     ["train_mlp.py", "--devices", "2"],
     ["train_mlp.py", "--devices", "8"],
     ["train_convnet.py", "--devices", "2"],

@@ -81,6 +81,7 @@ class CentralLayout(Layout):
       device: The parameter device.
     """
 
+    is_direct = False
     needs_aggregation = True
 
     def __init__(self, placer: Placer, device: jax.Device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from .context import get_replica_context, get_strategy, has_strategy
 from .merge import is_per_replica
 from .strategy import Strategy
+from .traced_step import is_value
 from .updates import Held, SlicedUpdate, Updated, WholeUpdate
 from .variables.frames import is_variable
 from .variables.synchronization import VariableAggregation, VariableSynchronization
@@ -180,14 +182,7 @@ class Optimizer:
     def _in_order(self, grads: Any) -> Any:
         """Gradients in the structure of the variables, each of its variable's shape."""
         if isinstance(grads, zip) or _are_pairs(grads):
-            given = {variable: grad for grad, variable in grads}
-            if given.keys() != set(self._leaves):
-                raise ValueError(
-                    f"apply_gradients needs one gradient for each of the optimizer's "
-                    f"{len(self._leaves)} variables. Got {len(given)} pairs; missing: "
-                    f"{[v for v in self._leaves if v not in given]}."
-                )
-            grads = self._structure.unflatten(given[v] for v in self._leaves)
+            grads = self._of_pairs(list(grads))
         leaves, structure = jax.tree.flatten(grads, is_leaf=is_per_replica)
         if structure != self._structure:
             raise ValueError(
@@ -195,12 +190,32 @@ class Optimizer:
                 f"{self._structure}. Got {structure}."
             )
         for grad, variable in zip(leaves, self._leaves, strict=True):
-            if jnp.shape(grad) != variable.shape and not is_per_replica(grad):
+            if not is_per_replica(grad) and not is_value(grad):
+                raise TypeError(
+                    f"The gradient of {variable!r} must be an array. Got {grad!r}."
+                )
+            shape = grad.shape if is_per_replica(grad) else jnp.shape(grad)
+            if shape != variable.shape:
                 raise ValueError(
                     f"The gradient of {variable!r} must have its shape. Got shape "
-                    f"{jnp.shape(grad)}."
+                    f"{shape}."
                 )
         return grads
+
+    def _of_pairs(self, pairs: list[tuple[Any, Variable]]) -> Any:
+        """Gradients in the structure of the variables, of pairs in any order."""
+        given = {variable: grad for grad, variable in pairs}
+        known = set(self._leaves)  # a list would compare values
+        missing = [v for v in self._leaves if v not in given]
+        foreign = [v for v in given if v not in known]
+        if missing or foreign or len(given) < len(pairs):
+            raise ValueError(
+                "apply_gradients needs one gradient for each of the optimizer's "
+                f"{len(self._leaves)} variables. Got {len(pairs)} pairs; missing: "
+                f"{missing}; not the optimizer's: {foreign}; given twice: "
+                f"{[v for v, n in Counter(v for _, v in pairs).items() if n > 1]}."
+            )
+        return self._structure.unflatten(given[v] for v in self._leaves)
 
 
 class _Hook:

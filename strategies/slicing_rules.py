@@ -7,7 +7,7 @@ rule stands here for what works on slices as well.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -318,15 +318,33 @@ def _what(eqn: core.JaxprEqn) -> str:
 
 
 def _line(eqn: core.JaxprEqn, enclosing: Enclosing | None) -> str:
-    """``" at optax/file.py:line (function)"``: the innermost call outside of JAX."""
-    while True:
-        for file, line, function in _compat.frames(eqn):
-            if not _compat.is_jax_file(file):
-                short = function.rsplit("<locals>.", 1)[-1]
-                return f" at {_shown(file)}:{line} ({short})"
-        if enclosing is None:
-            return ""
+    """Where an equation was made: the innermost call outside of JAX, and for whom.
+
+    Like ``" at optax/file.py:line (function), in clip_by_global_norm"``: the functions
+    of a transformation are defined in the one that makes it.
+    """
+    calls = [
+        call for call in _calls(eqn, enclosing) if not _compat.is_jax_file(call[0])
+    ]
+    if not calls:
+        return ""
+    file, line, function = calls[0]
+    text = f" at {_shown(file)}:{line} ({function.rsplit('<locals>.', 1)[-1]})"
+    for _, _, function in calls:
+        maker, is_local, _ = function.partition(".<locals>.")
+        if is_local:
+            return f"{text}, in {maker}"
+    return text
+
+
+def _calls(
+    eqn: core.JaxprEqn, enclosing: Enclosing | None
+) -> Iterator[tuple[str, int, str]]:
+    """The calls that made an equation, and those that made what it stands in."""
+    yield from _compat.frames(eqn)
+    while enclosing is not None:
         eqn, enclosing = enclosing
+        yield from _compat.frames(eqn)
 
 
 def _shown(file: str) -> str:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from . import collectives, state_sharding
+from .assertion import assert_mirrored
 from .elementwise import ElementwiseProof, prove_elementwise
 from .replica_context import ReplicaContext
 from .variables.layouts import ShardedLayout
@@ -66,6 +67,7 @@ class WholeUpdate:
         on_gradients: Callable[[Any], Any] | None,
     ):
         self._tx = tx
+        self._variables = variables
         self._on_gradients = on_gradients
         self.state = make_variables(tx.init(values(variables)), trainable=False)
 
@@ -91,10 +93,14 @@ class WholeUpdate:
         norm = jnp.sqrt(_sum_of_squares(jax.tree.leaves(grads)))
         if self._on_gradients is not None:
             grads = self._on_gradients(grads)
-        updates, state = self._tx.update(
-            grads, held.state, held.variables, **extra_args
-        )
-        return Updated(Held(_applied(held.variables, updates), state), norm)
+        params = self._each(lambda v, own: v.layout.opened(own), held.variables)
+        updates, state = self._tx.update(grads, held.state, params, **extra_args)
+        news = _applied(params, updates)
+        news = self._each(lambda v, new: v.layout.closed(new), news)
+        return Updated(Held(news, state), norm)
+
+    def _each(self, fn: Callable[[Variable, Any], Any], arrays: Any) -> Any:
+        return jax.tree.map(fn, self._variables, arrays)
 
 
 class SlicedUpdate:
@@ -170,8 +176,7 @@ class SlicedUpdate:
         state = jax.tree.map(_shape_of, self.state)
         whole = structure.unflatten(map(_shape_of, self._leaves))
         proof = self._proof(whole, state, extra_args)
-        slices = self._reduced(context, proof.param_sliced, grads, reduce)
-        norm = self._norm(context, proof.param_sliced, slices)
+        slices, norm = self._reduced(context, proof.param_sliced, grads, reduce)
         params = structure.unflatten(
             x
             if isinstance(v.layout, ShardedLayout) or not sliced
@@ -197,32 +202,43 @@ class SlicedUpdate:
         is_sliced: Sequence[bool],
         grads: Any,
         reduce: str,
-    ) -> list[Any]:
-        """The reduced gradients: slices, and wholes of what is in no slices."""
+    ) -> tuple[list[Any], jax.Array]:
+        """The reduced gradients and their norm: slices, and wholes of the others."""
         if self._on_gradients is not None or reduce == "none":
-            if reduce != "none":
-                grads = context.all_reduce(reduce, grads)
-            if self._on_gradients is not None:
-                grads = self._on_gradients(grads)
-            replica_id = context.replica_id_in_sync_group
-            return [
-                layout.own_slice(x, replica_id) if sliced else x
-                for x, layout, sliced in zip(
-                    jax.tree.leaves(grads), self._slices, is_sliced, strict=True
-                )
-            ]
-        leaves = jax.tree.leaves(grads)
-        cut, rest = _split(is_sliced, leaves)
+            return self._cut(context, is_sliced, grads, reduce)
+        cut, rest = _split(is_sliced, jax.tree.leaves(grads))
         layouts, _ = _split(is_sliced, self._slices)
-        scattered = state_sharding.reduce_scatter(
+        cut = state_sharding.reduce_scatter(
             reduce, cut, layouts, context.strategy.axis_name
         )
-        return _joined(is_sliced, scattered, context.all_reduce(reduce, rest))
+        rest = context.all_reduce(reduce, rest)
+        return _joined(is_sliced, cut, rest), self._norm(context, cut, rest)
+
+    def _cut(
+        self,
+        context: ReplicaContext,
+        is_sliced: Sequence[bool],
+        grads: Any,
+        reduce: str,
+    ) -> tuple[list[Any], jax.Array]:
+        """The same, of gradients that are needed whole, or are reduced already."""
+        if reduce != "none":
+            grads = context.all_reduce(reduce, grads)
+        norm = jnp.sqrt(_sum_of_squares(jax.tree.leaves(grads)))
+        if self._on_gradients is not None:
+            grads = self._on_gradients(grads)
+        grads = assert_mirrored(grads)  # slices of different wholes would go unnoticed
+        slices = [
+            layout.own_slice(x, context.replica_id_in_sync_group) if sliced else x
+            for x, layout, sliced in zip(
+                jax.tree.leaves(grads), self._slices, is_sliced, strict=True
+            )
+        ]
+        return slices, norm
 
     def _norm(
-        self, context: ReplicaContext, is_sliced: Sequence[bool], grads: list[Any]
+        self, context: ReplicaContext, cut: list[Any], rest: list[Any]
     ) -> jax.Array:
-        cut, rest = _split(is_sliced, grads)
         total = collectives.all_reduce(
             "sum",
             _sum_of_squares(cut),
@@ -261,8 +277,13 @@ def _shape_of(variable: Variable) -> jax.ShapeDtypeStruct:
 
 
 def _sum_of_squares(arrays: Sequence[Any]) -> jax.Array:
-    squares = [jnp.vdot(x, x).real.astype(float) for x in arrays]
+    squares = [_square_of(x).astype(float) for x in arrays]
     return jnp.sum(jnp.stack(squares)) if squares else jnp.zeros(())
+
+
+def _square_of(x: Any) -> jax.Array:
+    dtype = jnp.promote_types(jnp.result_type(x), jnp.float32)  # bfloat16 adds badly
+    return jnp.vdot(x, x, preferred_element_type=dtype).real
 
 
 def _split(flags: Sequence[bool], items: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from . import frames
 
@@ -94,35 +93,30 @@ class Captured:
           call: The compiled program. Takes the arrays of the variables first, returns
             its outputs and the new arrays.
         """
-        return functools.partial(self._launch, call) if self else call
+        if not self:
+            return call
+        is_direct = all(v.layout.is_direct for v in self._everything)
+        launch = self._launch if is_direct else self._launch_with_copies
+        return functools.partial(launch, call)
 
     def _launch(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        results: list[Any] = []
+        # Every line of this is on the path of every step.
+        if any(map(_is_exposed, self.written)):
+            for v in self.written:
+                v.take_array()
+        arrays = [*map(_array_of, self.read)], [*map(_array_of, self.written)]
+        return _kept(call, (*arrays, *args), kwargs, self.written)
+
+    def _launch_with_copies(
+        self, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The same where arrays lie elsewhere between the calls."""
         read = [v.layout.enter(v.array) for v in self.read]
         written = [v.layout.enter(v.take_array()) for v in self.written]
-        if kwargs:
-            call = functools.partial(call, **kwargs)
-        try:
-            # Python handles a Ctrl-C between its own steps only. There is none here
-            # between the call, which consumes arrays, and keeping what it returns.
-            results.extend(itertools.starmap(call, ((read, written, *args),)))
-        finally:
-            is_written = False
-            try:
-                is_written = not results or self._write(results[0][1])
-            finally:
-                if not is_written:  # the Ctrl-C came meanwhile
-                    self._write(results[0][1])
-        return results[0][0]
-
-    def _write(self, news: Sequence[jax.Array]) -> bool:
-        """Keeps the new arrays. Does no harm when it is done twice."""
-        kept = [v.layout.leave(new) for v, new in zip(self.written, news, strict=True)]
-        # In one go, for the same reason.
-        collections.deque(
-            map(setattr, self.written, itertools.repeat("array"), kept), maxlen=0
-        )
-        return True
+        out = _kept(call, (read, written, *args), kwargs, self.written)
+        for v in self.written:
+            v.array = v.layout.leave(v.array)
+        return out
 
     # -- inside of a trace -----------------------------------------------------------
 
@@ -142,3 +136,28 @@ class Captured:
             else:
                 frame.store(v, new)
         return result
+
+
+def _kept(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Any,
+    written: Sequence[Variable],
+) -> Any:
+    """Calls a program, lets the variables hold what it returns, returns the rest.
+
+    Python handles a Ctrl-C between its own steps only. There is none between the call,
+    which consumes arrays, and keeping the new ones: both happen while one step draws
+    from iterators.
+    """
+    if kwargs:
+        call = functools.partial(call, **kwargs)
+    results, again = itertools.tee(itertools.starmap(call, (args,)))
+    news = itertools.chain.from_iterable(map(_news_of, results))
+    collections.deque(map(setattr, written, itertools.repeat("array"), news), maxlen=0)
+    return next(again)[0]
+
+
+_array_of = operator.attrgetter("array")
+_is_exposed = operator.attrgetter("is_exposed")
+_news_of = operator.itemgetter(1)

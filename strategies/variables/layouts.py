@@ -24,10 +24,12 @@ class Layout:
     Attributes:
       is_stacked: Whether the array has a row for each replica.
       varies: Whether a replica may hold something else than the others.
+      is_direct: Whether programs take the array as it lies.
       needs_aggregation: Whether a step's write must be aggregated.
     """
 
     is_stacked = False
+    is_direct = True
     needs_aggregation = False
 
     def __init__(self, placer: Placer, is_local: bool = False):
