@@ -65,10 +65,10 @@ def scatter(variable: Variable, how: str, slices: Any) -> Any:
         values, indices = _agreed(variable, values, indices)
     rows = jnp.asarray(variable.for_operator()).at[indices]
     if how == "sub":
-        new = rows.add(-values)
-    else:
-        method = {"update": "set", "mul": "multiply", "div": "divide"}.get(how, how)
-        new = getattr(rows, method)(values)
+        how, values = "add", -values
+    method = {"update": "set", "mul": "multiply", "div": "divide"}.get(how, how)
+    # A negative index is no row, in a step (where it is dropped) as between steps.
+    new = getattr(rows, method)(values, mode="drop", wrap_negative_indices=False)
     return variable.store(new)
 
 
