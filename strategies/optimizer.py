@@ -49,8 +49,9 @@ class Optimizer:
 
     Raises:
       TypeError: ``tx`` is no transformation, or a leaf of ``variables`` no variable.
-      ValueError: ``reduce`` is none of the above, ``accumulate_steps`` is not positive,
-        or the variables are of several strategies.
+      ValueError: ``reduce`` is none of the above, ``accumulate_steps`` is not positive
+        or the strategy has no variables of a replica's own, the variables are of
+        several strategies, or the strategy shards state and ``tx`` cannot be sliced.
 
     Example:
       >>> import jax
@@ -232,8 +233,8 @@ class _Accumulator:
         )
         if not all(v.layout.is_local for v in jax.tree.leaves(self._sums)):
             raise ValueError(
-                "accumulate_steps needs variables of which each replica has its own, "
-                f"and {get_strategy()!r} has none. Add up gradients within a step, with "
+                "accumulate_steps needs variables of which each replica has its own. "
+                f"{get_strategy()!r} has none: add up gradients within a step, with "
                 "rx.accumulate_gradients."
             )
         self._calls = Variable(jnp.int32(0), trainable=False, name="calls")

@@ -1,4 +1,4 @@
-"""Variables where it is easy to be wrong: rows that do not exist, what replicas read."""
+"""Variables, where it is easy to be wrong: rows that are not there, slices."""
 
 import jax.numpy as jnp
 import numpy as np

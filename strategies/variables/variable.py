@@ -180,8 +180,8 @@ class Variable(ArrayOperators, DistributedValues):
         """Returns the value.
 
         Returns:
-          In a step: this replica's. Elsewhere: an array that is the same on all
-          devices; the combined value, for ``ON_READ``.
+          This replica's value, in a step. Elsewhere, an array that is the same on all
+          devices, which for ``ON_READ`` is the combined value.
 
         Raises:
           ValueError: Outside of a step, for ``ON_READ`` without an aggregation.
