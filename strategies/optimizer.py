@@ -233,9 +233,9 @@ class _Accumulator:
         )
         if not all(v.layout.is_local for v in jax.tree.leaves(self._sums)):
             raise ValueError(
-                "accumulate_steps needs variables of which each replica has its own. "
-                f"{get_strategy()!r} has none: add up gradients within a step, with "
-                "rx.accumulate_gradients."
+                "accumulate_steps needs variables of which each replica has its own, "
+                f"and {get_strategy()!r} has none. Add up gradients within a step, "
+                "with rx.accumulate_gradients."
             )
         self._calls = Variable(jnp.int32(0), trainable=False, name="calls")
         self._num_steps = num_steps

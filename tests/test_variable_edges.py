@@ -32,6 +32,13 @@ def test_the_copies_of_a_sharded_variable_are_what_replicas_read():
     assert [copy.tolist() for copy in copies] == [[1, 2, 3]] * 2
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, "float16"])
+def test_a_dtype_is_no_function_of_a_path(dtype):
+    made = rx.variables({"w": 1.0}, dtype=dtype)
+    chosen = rx.variables({"w": 1.0}, dtype=lambda path: dtype)
+    assert made["w"].dtype == chosen["w"].dtype == jnp.dtype(dtype)
+
+
 def test_a_variable_without_synchronization_stays_out_of_strategies(two):
     v = rx.Variable(1.0, synchronization=rx.VariableSynchronization.NONE)
     with pytest.raises(ValueError, match="NONE, which leaves its copies"):
