@@ -51,8 +51,9 @@ class Optimizer:
 
     Raises:
       TypeError: ``tx`` is no transformation, or a leaf of ``variables`` no variable.
-      ValueError: ``reduce`` is none of the above, ``accumulate_steps`` is not positive,
-        or the variables are of several strategies.
+      ValueError: ``reduce`` is none of the above, ``accumulate_steps`` is not positive
+        or the strategy has no variables of a replica's own, the variables are of
+        several strategies, or the strategy shards state and ``tx`` cannot be sliced.
 
     Example:
       >>> import jax

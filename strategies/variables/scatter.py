@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,7 +71,11 @@ def scatter(variable: Variable, how: str, slices: Any) -> Any:
         method, values = "add", -values
     with LAUNCHING:  # nobody must write it meanwhile
         rows = jnp.asarray(variable.for_operator()).at[indices]
-        return variable.store(getattr(rows, method)(values))
+        # A negative index is no row, in a step (where it is dropped) as between steps.
+        write = functools.partial(
+            getattr(rows, method), mode="drop", wrap_negative_indices=False
+        )
+        return variable.store(write(values))
 
 
 def _agreed(variable: Variable, values: Any, indices: Any) -> tuple[Any, Any]:

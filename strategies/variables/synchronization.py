@@ -65,9 +65,9 @@ def checked(
         )
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
-            f"Variable {name} was made in a strategy's scope with synchronization "
-            "NONE, which leaves its copies to themselves. Use ON_READ for a value of "
-            "each replica's own, or AUTO."
+            f"Variable {name} of a strategy has synchronization NONE, which leaves its "
+            "copies to themselves. Use ON_READ for a value of each replica's own, or "
+            "AUTO."
         )
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(
         dtype, jnp.inexact

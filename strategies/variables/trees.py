@@ -31,7 +31,7 @@ def variables(tree: Any, **settings: Any) -> Any:
 
     def make(path: Any, x: Any) -> Variable:
         name = "/".join(str(_key(entry)) for entry in path)
-        chosen = {k: f(path) if callable(f) else f for k, f in settings.items()}
+        chosen = {k: f(path) if _chooses(f) else f for k, f in settings.items()}
         return Variable(x, **{"name": name or None, **chosen})
 
     return jax.tree_util.tree_map_with_path(make, tree)
@@ -55,6 +55,10 @@ def read(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: x.read_value() if is_variable(x) else x, tree, is_leaf=is_variable
     )
+
+
+def _chooses(setting: Any) -> bool:
+    return callable(setting) and not isinstance(setting, type)  # such as jnp.float32
 
 
 def _key(entry: Any) -> Any:

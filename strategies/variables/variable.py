@@ -47,8 +47,9 @@ class Variable(ArrayOperators, DistributedValues):
     Args:
       initial_value: An array, a number, or a function that returns one. It is copied;
         of an array that lies on several devices, the copy on the first one.
-      trainable: Whether an optimizer is to change it. Default: True, or False for
-        ``ON_READ``.
+      trainable: Whether it is meant to be trained; default: True, or False for
+        ``ON_READ``. An optimizer trains what it is given, but only trainable variables
+        are sharded because of their size.
       name: What errors call it.
       dtype: The dtype; default: that of ``initial_value``.
       synchronization: When the replicas' copies are combined; see
@@ -188,8 +189,8 @@ class Variable(ArrayOperators, DistributedValues):
         """Returns the value.
 
         Returns:
-          In a step: this replica's. Elsewhere: an array that is the same on all
-          devices; the combined value, for ``ON_READ``.
+          This replica's value, in a step. Elsewhere, an array that is the same on all
+          devices, which for ``ON_READ`` is the combined value.
 
         Raises:
           ValueError: Outside of a step, for ``ON_READ`` without an aggregation.
@@ -239,18 +240,25 @@ class Variable(ArrayOperators, DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The copies on the devices of this process, in replica order."""
+        """What the replicas of this process read, in replica order.
+
+        One array, if there is only one copy.
+
+        Raises:
+          ContextError: In a step.
+        """
         if frames.current() is not None:
             raise ContextError(
                 f"The copies of {self!r} can be seen only between steps. In a step, "
                 "`read_value()` is this replica's."
             )
-        if self.layout.is_stacked:
+        if self._has_rows:
             with LAUNCHING:
                 self.is_exposed = True
                 return PerReplica.from_array(self.array).values
         with LAUNCHING:
-            return tuple(jnp.copy(part) for part in _compat.parts_of(self.array))
+            whole = self.layout.to_whole(self.array)
+            return tuple(jnp.copy(part) for part in _compat.parts_of(whole))
 
     def _read(self) -> Any:
         value = self._value_here()
@@ -436,10 +444,16 @@ class Variable(ArrayOperators, DistributedValues):
         """Returns the rows that are named.
 
         Args:
-          indices: Integers of any shape.
+          indices: Integers of any shape. A negative one counts from the last row.
 
         Returns:
-          An array ``[*indices.shape, *shape[1:]]``.
+          An array ``[*indices.shape, *shape[1:]]``. As with ``jnp.take``, a row that
+          does not exist reads as NaN, or as the least integer.
+
+        Example:
+          >>> import replicax as rx
+          >>> rx.Variable([[1, 2], [3, 4]]).sparse_read([1, 1]).tolist()
+          [[3, 4], [3, 4]]
         """
         with LAUNCHING:
             return jnp.take(self.for_operator(), jnp.asarray(indices), axis=0)
