@@ -6,7 +6,6 @@ import gc
 import operator
 import pickle
 import re
-import signal
 import threading
 import weakref
 
@@ -17,7 +16,6 @@ import pytest
 from flax import nnx
 from jax import lax
 from replicax.strategies import program as _program
-from replicax.strategies.variables import captured
 
 import replicax as rx
 
@@ -870,27 +868,6 @@ def test_variables_donated_arguments_and_nnx_objects(two):
 # -- interrupts and threads ----------------------------------------------------------
 
 
-def test_ctrl_c_never_loses_a_variable(two, monkeypatch):
-    v = made_in(two, jnp.zeros(3))
-
-    def step():
-        v.assign_add(jnp.ones(3))
-
-    two.run(step)
-    leave = type(v.layout).leave
-
-    def interrupted(layout, array):
-        monkeypatch.undo()
-        signal.raise_signal(signal.SIGINT)
-        return leave(layout, array)
-
-    for i in range(3):
-        monkeypatch.setattr(type(v.layout), "leave", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            two.run(step)
-        np.testing.assert_array_equal(v, np.full(3, i + 2.0))
-
-
 def in_threads(*loops):
     errors = []
 
@@ -937,11 +914,3 @@ def test_threads(two):
     in_threads(steps(one), steps(other), read, write)
     np.testing.assert_array_equal(shared, np.full(4, 240.0))
     np.testing.assert_array_equal(one, np.full(4, 60.0))
-
-
-def test_writing_twice_does_no_harm():
-    v = rx.Variable([1.0, 2.0])
-    variables = captured.Captured(written=[v])
-    new = v.layout.born([3.0, 4.0])
-    assert variables._write([new]) and variables._write([new])
-    np.testing.assert_array_equal(v, [3.0, 4.0])
