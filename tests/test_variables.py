@@ -914,3 +914,18 @@ def test_threads(two):
     in_threads(steps(one), steps(other), read, write)
     np.testing.assert_array_equal(shared, np.full(4, 240.0))
     np.testing.assert_array_equal(one, np.full(4, 60.0))
+
+
+def test_a_step_with_variables_leaks_no_tracer():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        v, w = rx.Variable(1.0), rx.Variable(2.0)
+
+    def step():
+        jax.lax.fori_loop(0, 2, lambda i, _: v.assign_add(w + 1.0), 0.0)
+        return w.read_value()
+
+    with jax.checking_leaks():
+        strategy.run(step)
+        rx.function(lambda: v.assign_add(1.0))()
+    assert float(v) == 8.0

@@ -135,7 +135,9 @@ class Frame:
         """The last values of the written variables, in order."""
         for variable, ref in self._refs.items():
             self._values[variable] = jax.ref.freeze(ref)
-        return [self._values[v] for v in self.written]
+        news = [self._values[v] for v in self.written]
+        self._values, self._refs = {}, {}  # no traced value outlives its trace
+        return news
 
     def use(self, variable: Variable) -> None:
         """Notes that the variable is used; one of no strategy joins the frame's."""
