@@ -16,7 +16,12 @@ from typing import Any
 
 import jax
 
-from .function_key import LIBRARIES, global_names
+from .function_key import global_names
+
+# Their objects hold no user's state, and much of their own.
+_LIBRARIES = frozenset(
+    {"builtins", "jax", "jaxlib", "numpy", "flax", "optax", "replicax"}
+)
 
 
 def captured_variables(fn: Callable[..., Any]) -> list[tuple[Any, Any]]:
@@ -81,7 +86,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value
     elif isinstance(value, dict) and len(value) < 100:
         yield from value.values()
-    elif type(value).__module__.partition(".")[0] not in LIBRARIES:
+    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
         yield from getattr(value, "__dict__", {}).values()
         yield getattr(value, "__wrapped__", None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +67,7 @@ class CentralStorageStrategy(Strategy):
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         new = super().__deepcopy__(memo)
         assert isinstance(new, CentralStorageStrategy)
-        new.parameter_device = copy.copy(self.parameter_device)
+        new.parameter_device = self.parameter_device
         new.extended = _CentralExtended(new)
         return new
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten
 
 from replicax import _compat
-from replicax.errors import ReplicaxError, StaticArgumentError, listed
+from replicax.errors import StaticArgumentError
 from replicax.values import PerReplica
 
 from .arguments import Kind, kind_of
@@ -152,6 +152,7 @@ class _Program:
         kinds: Sequence[Kind],
     ):
         self._fn = fn
+        self._name: str = getattr(fn, "__name__", type(fn).__name__)
         self._treedef = treedef
         self._template = template
         self._kinds = kinds
@@ -190,9 +191,7 @@ class _Program:
             read, written, *own = arrays
             return self._evaluate(own, captured.bound(read, written))
 
-        program.__name__ = program.__qualname__ = getattr(
-            self._fn, "__name__", type(self._fn).__name__
-        )
+        program.__name__ = program.__qualname__ = self._name
         return jax.jit(program, donate_argnums=1 if captured else ())
 
     def _evaluate(self, arrays: Sequence[Any], bound: Bound) -> tuple[Any, list[Any]]:
@@ -216,30 +215,23 @@ class _Program:
         ]
 
     def _recorded(self, arrays: Sequence[Any]) -> _Record:
-        has_created = False
-        while True:
-            record = _Record(offered=frames.live_variables())
-            layouts = [v.layout for v in record.offered]
-            variables = [jax.typeof(v.array) for v in record.offered]
-            record.jaxpr = jax.make_jaxpr(self._body(record))(
-                *map(_shaped, arrays), *map(_shaped, variables)
-            )
-            created = record.frame.created
-            if created and has_created:
-                raise ReplicaxError(
-                    "The function makes a new variable each time that it is traced: "
-                    f"{listed([repr(v) for v in created], ', ')}. Make variables once, "
-                    "before the call or where the function finds none yet."
-                )
-            has_created |= bool(created)
-            self._in_refs.update(record.frame.inner_writes)
-            moved = [v.layout for v in record.offered] != layouts
-            if not (created or record.frame.inner_writes or moved):
-                break
+        record = frames.trace_until_settled(
+            lambda: self._traced(arrays), self._in_refs, self._name
+        )
         if self._in_refs:
             proof = prove(record.jaxpr, [False] * len(record.jaxpr.in_avals))
             refuse_problems([p for p in proof.problems if p.kind in _ABOUT_REFS])
         return record
+
+    def _traced(self, arrays: Sequence[Any]) -> tuple[_Record, frames.Frame, bool]:
+        record = _Record(offered=frames.live_variables())
+        layouts = [v.layout for v in record.offered]
+        variables = [jax.typeof(v.array) for v in record.offered]
+        record.jaxpr = jax.make_jaxpr(self._body(record))(
+            *map(_shaped, arrays), *map(_shaped, variables)
+        )
+        has_moved = [v.layout for v in record.offered] != layouts
+        return record, record.frame, has_moved
 
     def _body(self, record: _Record) -> Callable[..., list[Any]]:
         def body(*values: Any) -> list[Any]:

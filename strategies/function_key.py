@@ -23,11 +23,6 @@ _MISSING = object()
 Global: TypeAlias = tuple[dict[str, Any], str, Any]
 """Where a global is, what it is called, and what it held."""
 
-LIBRARIES = frozenset(
-    {"builtins", "jax", "jaxlib", "numpy", "flax", "optax", "replicax"}
-)
-"""The packages whose own state is no user's."""
-
 
 def function_key(fn: Any) -> Any:
     """Describes a callable by its code and what it captures.
@@ -69,26 +64,11 @@ def captured_cells(fn: Any) -> list[tuple[Any, Any]]:
     As long as ``fn`` is the same object and none of them holds another one, its key is
     the same.
     """
-    cells: list[tuple[Any, Any]] = []
-    pending, seen = [fn], set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, types.FunctionType):
-            found = [(c, contents_of(c)) for c in value.__closure__ or ()]
-            cells += found
-            pending += [contents for _, contents in found]
-            pending += value.__defaults__ or ()
-            pending += (value.__kwdefaults__ or {}).values()
-        elif isinstance(value, types.MethodType):
-            pending.append(value.__func__)
-        elif isinstance(value, functools.partial):
-            pending += [value.func, *value.args, *value.keywords.values()]
-        elif type(value) is tuple:
-            pending += value
-    return cells
+    return [
+        (cell, contents_of(cell))
+        for function in _captured_functions(fn)
+        for cell in function.__closure__ or ()
+    ]
 
 
 def captured_globals(fn: Any) -> list[Global]:
@@ -144,6 +124,8 @@ def _captured_functions(fn: Any) -> list[types.FunctionType]:
             pending.append(value.__func__)
         elif isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) is tuple:
+            pending += value
     return found
 
 

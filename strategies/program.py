@@ -159,7 +159,9 @@ class Program:
         fence.pass_gate()
         with LAUNCHING:  # the arguments must not be donated by another thread meanwhile
             arrays = self._prepared(leaves)
-            result = self._until_complete(Captured.launcher, "donating", arrays)
+            result = self._until_complete(
+                lambda: self.variables.launcher(self.donating), arrays
+            )
         fence.after_launch(result)
         self.num_signatures = num_signatures(self.donating)
         if self.donor is not None:
@@ -214,14 +216,18 @@ class Program:
             ):
                 with jax.ensure_compile_time_eval():
                     arrays[i] = self._place(i, x)
-        result = self._until_complete(Captured.inliner, "_jitted", arrays)
+        result = self._until_complete(
+            lambda: self.variables.inliner(self._jitted), arrays
+        )
         return finish(result)
 
-    def _until_complete(self, way: Any, jitted: str, arrays: list[Any]) -> Any:
+    def _until_complete(
+        self, callable_now: Callable[[], Callable[..., Any]], arrays: list[Any]
+    ) -> Any:
         """Calls a program, made for more variables if it turns out to need them."""
         while True:
             try:
-                return self._call(way(self.variables, getattr(self, jitted)), arrays)
+                return self._call(callable_now(), arrays)
             except MoreVariables as more:
                 self.variables = self.variables.including(more.used, more.written)
                 self._compile()

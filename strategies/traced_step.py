@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from replicax import _compat
-from replicax.errors import PerReplicaError, ReplicaxError, listed
+from replicax.errors import PerReplicaError
 from replicax.values import PerReplica
 
 from .arguments import Kind, Leaf
@@ -176,24 +176,14 @@ class TracedStep:
 
     def _recorded(self, arrays: Sequence[Any]) -> _Record:
         """Traces the step, as one replica sees it."""
-        has_created = False
-        while True:
-            record, frame = self._traced(arrays)
-            if not frame.created and not frame.inner_writes:
-                break
-            if frame.created and has_created:
-                raise ReplicaxError(
-                    f"{self.name} makes a new variable each time that it is traced: "
-                    f"{listed([repr(v) for v in frame.created], ', ')}. Make variables "
-                    "once, before the step or where the step finds none yet."
-                )
-            has_created |= bool(frame.created)
-            self._in_refs.update(frame.inner_writes)
+        record = frames.trace_until_settled(
+            lambda: self._traced(arrays), self._in_refs, self.name
+        )
         record.are_kept = _are_kept(record)
         record.writes = [dataclasses.replace(w, kept=None) for w in record.writes]
         return record
 
-    def _traced(self, arrays: Sequence[Any]) -> tuple[_Record, frames.Frame]:
+    def _traced(self, arrays: Sequence[Any]) -> tuple[_Record, frames.Frame, bool]:
         record = _Record(offered=frames.live_variables(self._strategy))
         entered: list[frames.Frame] = []
 
@@ -211,7 +201,7 @@ class TracedStep:
         jax.eval_shape(
             self._shard_map(probe, specs, PartitionSpec()), *arrays, *variables
         )
-        return record, entered[0]
+        return record, entered[0], False
 
     def _mapped(
         self,

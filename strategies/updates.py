@@ -88,11 +88,7 @@ class WholeUpdate:
           held: What the replica holds.
           extra_args: More arguments of the transformation.
         """
-        if reduce != "none":
-            grads = context.all_reduce(reduce, grads)
-        norm = jnp.sqrt(_sum_of_squares(jax.tree.leaves(grads)))
-        if self._on_gradients is not None:
-            grads = self._on_gradients(grads)
+        grads, norm = _reduced_whole(context, grads, reduce, self._on_gradients)
         params = self._each(lambda v, own: v.layout.opened(own), held.variables)
         updates, state = self._tx.update(grads, held.state, params, **extra_args)
         news = _applied(params, updates)
@@ -222,11 +218,7 @@ class SlicedUpdate:
         reduce: str,
     ) -> tuple[list[Any], jax.Array]:
         """The same, of gradients that are needed whole, or are reduced already."""
-        if reduce != "none":
-            grads = context.all_reduce(reduce, grads)
-        norm = jnp.sqrt(_sum_of_squares(jax.tree.leaves(grads)))
-        if self._on_gradients is not None:
-            grads = self._on_gradients(grads)
+        grads, norm = _reduced_whole(context, grads, reduce, self._on_gradients)
         grads = assert_mirrored(grads)  # slices of different wholes would go unnoticed
         slices = [
             layout.own_slice(x, context.replica_id_in_sync_group) if sliced else x
@@ -259,6 +251,19 @@ class SlicedUpdate:
         layouts, _ = _split(is_held_whole, self._slices)
         whole = state_sharding.all_gather(cut, layouts, context.strategy.axis_name)
         return _joined(is_held_whole, whole, rest)
+
+
+def _reduced_whole(
+    context: ReplicaContext,
+    grads: Any,
+    reduce: str,
+    on_gradients: Callable[[Any], Any] | None,
+) -> tuple[Any, jax.Array]:
+    """The reduced gradients, as changed by ``on_gradients``, and their norm before."""
+    if reduce != "none":
+        grads = context.all_reduce(reduce, grads)
+    norm = jnp.sqrt(_sum_of_squares(jax.tree.leaves(grads)))
+    return (grads if on_gradients is None else on_gradients(grads)), norm
 
 
 def values(tree: Any) -> Any:

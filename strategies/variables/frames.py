@@ -21,20 +21,22 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.ref
 
 from replicax import _compat
-from replicax.errors import ContextError
+from replicax.errors import ContextError, ReplicaxError, listed
 
 from ..merge import is_per_replica
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
     from .variable import Variable
+
+T = TypeVar("T")
 
 _live: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _serials = itertools.count()
@@ -166,6 +168,40 @@ def _set(ref: Any, value: Any, variable: Variable) -> None:
             "the batch, but it holds one. Return the values from the mapped function, "
             "combine them, and write after jax.vmap."
         ) from error
+
+
+def trace_until_settled(
+    trace: Callable[[], tuple[T, Frame, bool]],
+    in_refs: dict[Variable, None],
+    name: str,
+) -> T:
+    """Traces a function again for as long as its frame asks for it.
+
+    Args:
+      trace: Traces once. Returns the record, the frame, and whether some variable came
+        to lie differently meanwhile.
+      in_refs: The variables that frames hold in refs; more are added here.
+      name: What the function is called.
+
+    Returns:
+      The last record.
+
+    Raises:
+      ReplicaxError: The function makes a new variable each time that it is traced.
+    """
+    has_created = False
+    while True:
+        record, frame, has_moved = trace()
+        if frame.created and has_created:
+            raise ReplicaxError(
+                f"{name} makes a new variable each time that it is traced: "
+                f"{listed([repr(v) for v in frame.created], ', ')}. Make variables "
+                "once, before the call or where the function finds none yet."
+            )
+        has_created |= bool(frame.created)
+        in_refs.update(frame.inner_writes)
+        if not (frame.created or frame.inner_writes or has_moved):
+            return record
 
 
 class _PerThread(threading.local):

@@ -203,7 +203,7 @@ class Variable(ArrayOperators, DistributedValues):
           [1, 2]
         """
         with LAUNCHING:  # nobody must donate it meanwhile
-            value = self._read()
+            value = self.for_operator()
             if value is self.array:
                 self.is_exposed = True
         return value
@@ -222,10 +222,6 @@ class Variable(ArrayOperators, DistributedValues):
 
     def __jax_array__(self) -> Any:
         return self.read_value()
-
-    def for_operator(self) -> Any:
-        """The value, for an operation that will not hand it on."""
-        return self._read()
 
     def distributed(self) -> Any:
         """The values of the replicas together; a plain array, if they are one."""
@@ -260,7 +256,8 @@ class Variable(ArrayOperators, DistributedValues):
             whole = self.layout.to_whole(self.array)
             return tuple(jnp.copy(part) for part in _compat.parts_of(whole))
 
-    def _read(self) -> Any:
+    def for_operator(self) -> Any:
+        """The value, for an operation that will not hand it on."""
         value = self._value_here()
         if self._has_rows and place() is Place.CROSS_REPLICA:
             return self._combined(value)
